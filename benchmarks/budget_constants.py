@@ -25,7 +25,7 @@ import torch
 
 from drafter.budget import adaptive, worth
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import SHADOW_ROWS, ScoredTrees, StepLoad, StepObservation, StepSeconds
+from drafter.budget.contract import SHADOW_ROWS, ScoredTrees, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable
 from drafter.drafters.contract import Ask, MeasuredWorth
 from drafter.evaluation.environment import surroundings
@@ -87,19 +87,19 @@ class World:
         accepted = (self.random.random((rows, ask.nodes)) < self.right[ask.member]).cumprod(1).astype(bool)
         return ScoredTrees(ask.member, np.where(speaks, ask.nodes, 0), accepted & speaks[:, None])
 
-    def step(self, budget: AdaptiveBudget, load: StepLoad) -> tuple[float, float]:
+    def step(self, budget: AdaptiveBudget, rows: int) -> tuple[float, float]:
         """Decode a step; return its tokens per row and its seconds."""
-        rows, real = load.rows, (self.real or self.table).at(load.rows)
-        ask, trees, shadow = budget.plan(load), None, None
+        real = (self.real or self.table).at(rows)
+        ask, trees, shadow = budget.plan(rows), None, None
         shadows: tuple[ScoredTrees, ...] = ()
         self.asked.append(ask)
-        rest, drafting, tokens = float(real.seconds(load, np.ones(4))[0]), 0.0, rows
+        rest, drafting, tokens = float(real.verify[0]), 0.0, rows
         self._plain = 0 if ask.nodes or ask.shadow is not None else self._plain + 1
         if ask.nodes:
             trees = self.trees(ask, rows)
             size = self.table.nodes.index(ask.nodes)
             filled = (trees.drafted > 0).mean()
-            rest += filled * (float(real.seconds(load, np.ones(4))[size]) - rest)
+            rest += filled * (float(real.verify[size]) - rest)
             drafting, tokens = float(real.draft[ask.member, size]), rows + int(trees.accepted.sum())
         elif self._plain <= 2:
             rest *= 1 + self.cold
@@ -110,23 +110,23 @@ class World:
         if self.noise:
             slower = math.exp(self._noise.normal(0, self.noise)) * (10 if self._noise.random() < 0.01 else 1)
         seconds_of = StepSeconds(0.0, slower * drafting, slower * rest)
-        budget.observe(StepObservation(load, ask, tokens, trees, seconds_of, shadow, shadows))
+        budget.observe(StepObservation(rows, ask, tokens, trees, seconds_of, shadow, shadows))
         return tokens / rows, rest + drafting + (0.0 if shadow is None else shadow.all)
 
     def run(self, budget: AdaptiveBudget, rows: int, steps: int) -> float:
         """Return tokens per second and row, relative to plain decoding's: γ."""
         self.asked = []
-        tokens, seconds = zip(*(self.step(budget, StepLoad(rows)) for _ in range(steps)), strict=True)
+        tokens, seconds = zip(*(self.step(budget, rows) for _ in range(steps)), strict=True)
         return float(sum(tokens) / sum(seconds) * self.plain_seconds(rows))
 
     def plain_seconds(self, rows: int) -> float:
-        return float((self.real or self.table).at(rows).short[0])
+        return float((self.real or self.table).at(rows).verify[0])
 
     def alone(self, rows: int, member: int) -> float:
         """γ of the best fixed number of draft tokens of one member."""
         real = (self.real or self.table).at(rows)
         gains = [sum(self.right[member] ** depth for depth in range(1, nodes + 1)) for nodes in self.table.nodes[1:]]
-        seconds = (real.short + real.draft[member])[1:]
+        seconds = (real.verify + real.draft[member])[1:]
         rates = [(1 + gain) / one for gain, one in zip(gains, seconds, strict=True)]
         return float(max(rates) * self.plain_seconds(rows))
 
@@ -169,7 +169,7 @@ class Scenario:
             if phase or len(self.phases) == 1:
                 world.real = self.real
             for _ in range(self.steps):
-                taken = world.step(budget, StepLoad(rows))[1]
+                taken = world.step(budget, rows)[1]
                 brought = world.expected(world.asked[-1])
                 tokens, seconds, plain = tokens + brought, seconds + taken, plain + brought * world.plain_seconds(rows)
         return plain / seconds

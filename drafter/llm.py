@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from transformers.utils import get_json_schema
@@ -18,8 +18,7 @@ from transformers.utils import get_json_schema
 from drafter.acceptance.contract import Verifier, make_verifier
 from drafter.acceptance.settings import VerifierSettings, verifier_settings
 from drafter.devices import in_passing_thread
-from drafter.drafters.contract import Drafter
-from drafter.drafters.late import BesideDrafter
+from drafter.drafters.contract import Drafter, choices_of
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig, engine_config
@@ -27,31 +26,20 @@ from drafter.engine.engine import Engine
 from drafter.engine.engine_thread import EngineThread
 from drafter.engine.handle import Handle
 from drafter.errors import LoadError, RequestError, shown
-from drafter.images.messages import images_apart, take_images
+from drafter.images.loading import Eyes
+from drafter.images.messages import take_images
 from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor
-from drafter.many import (
-    Completed,
-    Sampling,
-    as_chat,
-    each_prompt,
-    each_with_settings,
-    in_order,
-    is_chat,
-    is_tokens,
-    make_requests,
-    plain,
-    with_settings,
-)
+from drafter.many import Completed, Sampling, each_with_settings, in_order, make_requests, with_settings
 from drafter.parts.learning import LearningStart, RowTap
 from drafter.prompt import Prompt as TokenPrompt
+from drafter.prompt_kinds import as_chat, each_prompt, encode_prompt
 from drafter.ranks.leader import load_on_ranks
 from drafter.requests import Generation, GenerationRule, Request, described
 from drafter.target_model.model import BaseModel
 from drafter.target_model.new_weights import Weights, match_weights
-from drafter.text.chat import encode_chat
 from drafter.text.conversation import Conversation, Messages
-from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_half_characters, tokenise
+from drafter.text.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +58,8 @@ class SpeculativeLM:
         tokenizer: The target model's.
         verifier: Decides which draft tokens are accepted; by default the exact one.
         samples: Receives finished rows, for a learner.
-        drafter_name: Key of the step times that are kept between processes; None measures them in each.
         processor: Makes prompts of messages with images, if the target model reads such.
+        brought: Draft tokens of the largest draft that `Handle.draft` may bring.
     """
 
     def __init__(
@@ -83,12 +71,12 @@ class SpeculativeLM:
         *,
         verifier: Verifier | None = None,
         samples: RowTap | None = None,
-        drafter_name: str | None = None,
         processor: ImageProcessor | None = None,
+        brought: int = 0,
     ) -> None:
         self.base, self.tokenizer, self.samples, self.processor = base, tokenizer, samples, processor
         self.engine = in_passing_thread(
-            lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples, drafter_name=drafter_name)
+            lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples, brought=brought)
         )
         self._arguments: dict[str, Any] | None = None
         self._thread = EngineThread(self.engine)
@@ -137,7 +125,7 @@ class SpeculativeLM:
             verifier: Which draft tokens become output, by its name or its settings; by default those that plain
                 decoding would give.
             learning: Initial state of a head that learns from the rows. `samples` then yields these, and
-                `engine.drafter.offer` takes versions of the head. The drafter is `auto` or this head.
+                `ChangingHead.offer` takes versions of the head. The drafter is `auto` or this head.
             brought: Draft tokens of the largest draft that `Handle.draft` may bring. Rows with one are not drafted for.
             on_stage: Called with a message before each slow part of the start; by default printed on a terminal, and
                 logged at level INFO elsewhere.
@@ -153,7 +141,8 @@ class SpeculativeLM:
         chosen, decides = engine_config(config, engine), make_verifier(verifier_settings(verifier))
 
         def load_both() -> tuple[BaseModel, Drafter, ImageProcessor | None]:
-            base, processor = load_on_ranks(
+            eyes = Eyes()
+            base = load_on_ranks(
                 chosen.tensor_parallel_size,
                 name,
                 dtype=dtype,
@@ -163,12 +152,12 @@ class SpeculativeLM:
                 generation_config=generation_config,
                 adapter=adapter,
                 dequantize=dequantize,
+                eyes=eyes,
                 on_stage=tell,
             )
             nodes = useful_nodes(base.device) if chosen.num_draft_tokens == "auto" else chosen.num_draft_tokens
             load = load_drafter if learning is None else learning.drafter
-            own = load(str(drafter), base, nodes, isolated=isolated)
-            return base, BesideDrafter(own, brought) if brought else own, processor
+            return base, load(str(drafter), base, nodes, isolated=isolated), eyes.processor
 
         if learning is not None and not decides.lossless:
             raise LoadError(
@@ -178,7 +167,7 @@ class SpeculativeLM:
         tell = on_stage or _tell
         tell(f"loading {model or 'the embedded model'}")
         base, loaded, processor = in_passing_thread(load_both)
-        if loaded.withheld and chosen.num_draft_tokens != "auto":
+        if not all(one.drafts for one in choices_of(loaded).values()) and chosen.num_draft_tokens != "auto":
             raise LoadError(
                 "a head that starts from nothing is drafted with once that pays: leave num_draft_tokens at auto"
             )
@@ -189,10 +178,9 @@ class SpeculativeLM:
         if chosen.compile:
             tell("compiling the model")
         elif chosen.num_draft_tokens == "auto" and loaded.spec.max_nodes:
-            tell("timing decode steps, once for each machine and model")
-        kept_by = None if learning is not None else str(drafter)
-        more: dict[str, Any] = {"verifier": decides, "samples": samples, "processor": processor}
-        lm = cls(base, loaded, tokenizer, chosen, drafter_name=kept_by, **more)
+            tell("timing decode steps")
+        more: dict[str, Any] = {"verifier": decides, "samples": samples, "processor": processor, "brought": brought}
+        lm = cls(base, loaded, tokenizer, chosen, **more)
         lm._arguments = arguments
         return lm
 
@@ -251,33 +239,9 @@ class SpeculativeLM:
             RequestError: The prompt is too long, or neither a text, messages nor token ids, there is no chat template,
                 the tokeniser cannot take a special token's text in a message as text, or an image cannot be read.
         """
-        if isinstance(prompt, TokenPrompt):
-            if images:
-                raise RequestError("a Prompt of tokens has its own images: give others with messages or a text")
-            return prompt
-        prompt = cast(Prompt, plain(prompt))
-        if is_tokens(prompt) and not images:
-            return [int(token) for token in prompt]
-        prompt, sources = images_apart(prompt, images)
-        refuse_half_characters(vars(prompt) if isinstance(prompt, Conversation) else prompt)
+        processor = self.base.blind if self.processor is None or self.base.sight is None else self.processor
         settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": self.max_length, "now": now}
-        if sources:
-            return self._encode_images(prompt, sources, limits or ImageLimits(), settings)
-        if isinstance(prompt, str):
-            refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
-            return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
-        if not (isinstance(prompt, Conversation) or is_chat(prompt)):
-            raise RequestError(f"a prompt must be a text, a list of token ids or messages, not {shown(prompt)}")
-        if self.tokenizer.chat_template is None:
-            raise RequestError("the tokenizer has no chat template: give the prompt as text")
-        return encode_chat(self.tokenizer, prompt, **settings)
-
-    def _encode_images(
-        self, asked: Any, sources: list[Any], limits: ImageLimits, settings: dict[str, Any]
-    ) -> TokenPrompt:
-        if self.processor is None or self.base.sight is None:
-            raise RequestError(f"the prompt has images, and {self.base.blind}: leave them out")
-        return self.processor.encode(asked, sources, limits=limits, **settings)
+        return encode_prompt(prompt, self.tokenizer, processor, images, limits, **settings)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; with `stream` the handle is iterated over for its tokens. Safe from any thread.

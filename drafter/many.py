@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import repeat
-from numbers import Integral
 from queue import SimpleQueue
-from typing import Any, TypeGuard
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -20,58 +19,10 @@ from drafter.errors import QueueFullError, RequestError, shown, unknown_setting
 from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts
-from drafter.text.conversation import Conversation
 
 logger = logging.getLogger(__name__)
 
 Sampling = SamplingParams | Mapping[str, Any]
-
-
-def each_prompt(prompts: object) -> Iterator[object]:
-    """Yield prompts one by one, as Python objects. A text, a list of token ids or a list of messages is one prompt."""
-    if any(hasattr(prompts, name) for name in ("columns", "column_names")):  # of pandas and Polars; Arrow and datasets
-        raise RequestError(f"prompts must be one column of the {type(prompts).__name__}, such as table['prompt']")
-    found = plain(prompts)
-    if isinstance(found, str | Conversation | Prompt) or is_tokens(found) or is_chat(found):
-        yield found
-    elif isinstance(found, Mapping | bytes) or not isinstance(found, Iterable):
-        raise RequestError(
-            f"prompts must be a text, a list of token ids, messages, or many of these, not {shown(prompts)}"
-        )
-    else:
-        yield from map(plain, found)
-
-
-def plain(value: object) -> object:
-    """Convert an array, a column, or an entry of one, to Python objects."""
-    # Of Arrow; Polars and pandas; NumPy and PyTorch; a scalar of Arrow
-    for name in ("to_pylist", "to_list", "tolist", "as_py"):
-        if callable(convert := getattr(value, name, None)):
-            return convert()
-    return value
-
-
-def is_tokens(prompt: object) -> TypeGuard[Sequence[int]]:
-    return _is_list_of(Integral, prompt) and not _is_list_of(bool, prompt)
-
-
-def is_chat(prompt: object) -> TypeGuard[list[Mapping[str, Any]]]:
-    return _is_list_of(Mapping, prompt)
-
-
-def _is_list_of(kind: type, value: object) -> bool:
-    return isinstance(value, list | tuple | range) and bool(value) and all(isinstance(one, kind) for one in value)
-
-
-def as_chat(prompt: object, *settings: Any) -> Conversation:
-    """Return messages, or a text as a message of the user, with other fields of a `Conversation`."""
-    if isinstance(prompt, Conversation):
-        return prompt
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not is_chat(prompt):
-        raise RequestError(f"a conversation must be a text or a list of messages, not {shown(prompt)}")
-    return Conversation(prompt, *settings)
 
 
 def with_settings(sampling: Sampling | None, settings: Mapping[str, Any]) -> SamplingParams:

@@ -10,7 +10,8 @@ from typing import Any
 from drafter.errors import LoadError, RequestError
 from drafter.images.messages import take_images
 from drafter.llm import SpeculativeLM
-from drafter.many import Completed, in_order, is_chat, with_settings
+from drafter.many import Completed, in_order, with_settings
+from drafter.prompt_kinds import is_chat
 from drafter.requests import Request, SamplingParams, hashed_seed
 
 Rollout = Callable[[list[Any], Any], dict[str, list[Any]]]

@@ -102,14 +102,14 @@ def measure(base: BaseModel, tokenizer: Any, args: argparse.Namespace, batch: in
     head = load_drafter(str(shipped_head(base)), base, most)
     config = EngineConfig(batch, longest, max_queue=len(requests))
     engine = Engine(base, head, tokenizer, config, budget=FixedBudget(most))
-    latencies = step_costs(engine._device, None, None).at(batch)
+    latencies = step_costs(engine._device, None).at(batch)
     trees = recorded(engine, requests, batch)
     counts, cells = (0, 3, 4, 7, 9, 11, 15), []
     for verified in VERIFIED:
         each = float(np.mean([accepted[:, :verified].sum() / batch for _, accepted in trees]))
         shared = float(np.mean([most_probable(*tree, verified * batch) / batch for tree in trees]))
         place, wide = counts.index(verified), counts.index(2 * verified + 1)
-        seconds = latencies.short[0], latencies.short[place], latencies.draft[0, place], latencies.draft[0, wide]
+        seconds = latencies.verify[0], latencies.verify[place], latencies.draft[0, place], latencies.draft[0, wide]
         cells.append(Cell(batch, verified, len(trees), each, shared, *(1e3 * float(one) for one in seconds)))
     return cells
 

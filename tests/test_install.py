@@ -15,12 +15,13 @@ import pytest
 import drafter
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def pip(*arguments: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", *map(str, arguments)], check=True)
 
 
-@pytest.mark.slow
 def test_a_wheel_generates_in_another_folder(tmp_path: Path) -> None:
     source, site, here = tmp_path / "source", tmp_path / "site", tmp_path / "here"
     ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")

@@ -1,4 +1,4 @@
-"""Families: tokens of small random models of nine kinds, by trees, from blocks and compiled, beside plain decoding.
+"""Families: tokens of ten small models, one of which sees, by trees, from blocks and compiled, beside plain decoding.
 
 In fp32 no token may differ. In bf16, where committed positions are read by flash attention, the share that does is what
 rounding makes of near ties.
@@ -10,19 +10,21 @@ import random
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from drafter.drafters.registry import load_drafter
-from drafter.embedded import EMBEDDED_BASE
+from drafter.embedded import EMBEDDED_BASE, EMBEDDED_DIGITS
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all, differing_tokens
+from drafter.prompt import Prompt, Span
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.architecture import random_model
-from drafter.target_model.loading import pick_device
+from drafter.target_model.loading import load_base, pick_device
 from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 
@@ -69,12 +71,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of each kind: shared KV heads or not, windows, chunks, experts, learned positions, biases, states."""
+_SEES = "digits, with images"
+"""The embedded model that sees, whose inputs are made here: a bare machine has no library of images."""
 _WAYS = ("trees", "blocks", "compiled")
 
 
 def cells(plan: Plan) -> list[Key]:
     """The kinds by the ways; compiling takes longest and comes last."""
-    names = ["llama", "qwen3_next"] if plan.tiny else list(FAMILIES)
+    names = ["llama", "qwen3_next", _SEES] if plan.tiny else [*FAMILIES, _SEES]
     ways = _WAYS[:2] if plan.tiny else _WAYS
     return [
         {"family": name, "dtype": dtype, "way": way}
@@ -84,26 +88,43 @@ def cells(plan: Plan) -> list[Key]:
     ]
 
 
+def _with_image(ids: list[int], seed: int) -> Prompt:
+    """An image of noise and a text, as the processor of the embedded model that sees writes them."""
+    config = AutoConfig.from_pretrained(EMBEDDED_DIGITS)
+    place, count, size = config.image_token_id, config.image_seq_length, config.vision_config.image_size
+    noise = np.random.default_rng(seed).uniform(-1, 1, (1, 3, size, size)).astype(np.float32)
+    text = [place + 1 + one % (config.text_config.vocab_size - place - 1) for one in ids]
+    return Prompt.of_images([*[place] * count, *text], (Span(0, count, noise.tobytes()),), {"pixel_values": noise})
+
+
 def prepare(plan: Plan) -> Measure:
     """See `Stage`."""
     tokenizer, device = load_tokenizer(str(EMBEDDED_BASE)), pick_device()
     tokens = 24 if plan.tiny else 32
     drawn = random.Random(0)
     prompts = [[drawn.randrange(3, _VOCABULARY) for _ in range(length)] for length in (1, 40, 9, 300, 70, 17)]
-    requests = [Request(prompt, SamplingParams(tokens, ignore_eos=True)) for prompt in prompts[:_ROWS]]
+    how = SamplingParams(tokens, ignore_eos=True)
+    requests = [Request(prompt, how) for prompt in prompts[:_ROWS]]
+    seeing = [Request(_with_image(prompt, seed), how) for seed, prompt in enumerate(prompts[:_ROWS])]
 
     def base_of(family: str, dtype: str) -> BaseModel:
+        if family == _SEES:
+            example = _with_image(prompts[2], _ROWS)
+            base = load_base(EMBEDDED_DIGITS, dtype=dtype, device=device, eyes=lambda name, trust_remote_code: example)
+            assert base.sight is not None, base.blind
+            return base
         config = AutoConfig.for_model(family, **_COMMON, **FAMILIES[family])
         model = random_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
         return BaseModel(model.to(device, getattr(torch, dtype)), family)
 
     def decoded(base: BaseModel, drafter: str, slots: int, way: str = "trees") -> list[list[int]]:
-        longest = max(map(len, prompts)) + tokens
+        asked = requests if base.sight is None else seeing
+        longest = max(len(one.prompt_ids) for one in asked) + tokens
         of_half = (slots // 2) * (longest + 8 * _NODES) * sum(base.kv_bytes_per_token) + slots * base.cache_bytes.slot
         room = of_half / 2**30 if way == "blocks" else None
         config = EngineConfig(slots, longest, num_draft_tokens=_NODES, kv_gib=room, compile=way == "compiled")
         engine = Engine(base, load_drafter(drafter, base, _NODES), tokenizer, config)
-        return decode_all(engine, requests).outputs
+        return decode_all(engine, asked).outputs
 
     alone = cache(lambda family, dtype: decoded(base_of(family, dtype), "none", 1))
 

@@ -14,7 +14,7 @@ from benchmarks.costs import of_shape
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.gpu.profile import profiled
 from drafter.acceptance.guide import Guide, Guides, PutOff
-from drafter.budget.contract import FixedBudget, StepLoad
+from drafter.budget.contract import FixedBudget
 from drafter.devices import synchronise
 from drafter.drafters.contract import Ask
 from drafter.engine.config import EngineConfig
@@ -66,7 +66,7 @@ class _Given(FixedBudget):
         super().__init__(0)
         self.ask = Ask(0)
 
-    def plan(self, load: StepLoad) -> Ask:
+    def plan(self, rows: int) -> Ask:
         return self.ask
 
 

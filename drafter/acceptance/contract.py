@@ -118,6 +118,15 @@ def make_verifier(settings: VerifierSettings) -> Verifier:
         raise LoadError(f"verifier {settings.name}: {error}") from error
 
 
+def refuse_shallow(verifier: Verifier, depth: int) -> None:
+    """Raise `LoadError` if a verifier looks farther ahead than trees of this `depth` go."""
+    if verifier.lookahead > depth:
+        raise LoadError(
+            f"verifier {verifier.name} looks {verifier.lookahead} draft tokens ahead, and this drafter drafts only "
+            f"{depth}: use a deeper drafter"
+        )
+
+
 def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Accepted:
     """Descend from the root while a child carries the token that the target model chose.
 

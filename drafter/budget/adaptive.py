@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from drafter.budget.contract import Floats, StepLoad, StepObservation
+from drafter.budget.contract import Floats, StepObservation
 from drafter.budget.latency_table import Latencies, LatencyTable
 from drafter.budget.worth import Worth
 from drafter.drafters.contract import Ask, MeasuredWorth
@@ -50,23 +50,19 @@ shown, drafting is exploring."""
 _WIDER = 16
 """One step in so many asks for more draft tokens: smaller trees do not show what larger ones would bring."""
 _HOLDS = 16
-"""Steps for which a plan holds, and tokens that texts may have grown; fewer steps until there have been many."""
+"""Steps for which a plan holds; fewer until there have been many."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice at a load: what to ask for, and what to explore."""
+    """The choice for so many rows: what to ask for, and what to explore."""
 
-    load: StepLoad
+    rows: int
     ask: Ask  # of what is fastest
     wider: Ask  # the same with the next larger number of draft tokens
     rate: float  # its tokens per second and row
     explore: Ask | None = None  # None where no other member can be faster
     price: float = 0.0  # seconds that exploring is expected to lose
-
-    def holds(self, load: StepLoad) -> bool:
-        same = (self.load.rows, self.load.choosing) == (load.rows, load.choosing)
-        return same and abs(self.load.length - load.length) <= _HOLDS
 
 
 @dataclass
@@ -151,20 +147,20 @@ class AdaptiveBudget:
         self._latencies_of: dict[int, Latencies] = {}
         self._trust = _TRUST if table.sure else _LITTLE_TRUST
 
-    def plan(self, load: StepLoad) -> Ask:
-        band = self._band(load.rows)
+    def plan(self, rows: int) -> Ask:
+        band = self._band(rows)
         if band.run:
             return Ask(0)
-        plan = self._planned(band, load)
+        plan = self._planned(band, rows)
         if plan.ask.nodes and band.sums.steps % _WIDER == _WIDER - 1:
             return plan.wider
-        if plan.explore is None or plan.price > self._allowance(band, load):
+        if plan.explore is None or plan.price > self._allowance(band, rows):
             return plan.ask
         return plan.explore
 
     def observe(self, step: StepObservation) -> None:
         band = self._band(step.rows)
-        planned = self._planned(band, step.load)
+        planned = self._planned(band, step.rows)
         seconds = self._learn_drafted(band, step) if step.ask.nodes else self._learn_plain(band, step)
         explores = bool(step.ask.nodes) and (not planned.ask.nodes or step.ask.member != planned.ask.member)
         if explores:
@@ -208,36 +204,33 @@ class AdaptiveBudget:
             self._latencies_of[rows] = self.table.at(rows)
         return self._latencies_of[rows]
 
-    def _plain_seconds(self, band: Band, load: StepLoad) -> float:
-        return self._seconds_of(0, band, load, 1.0)
+    def _seconds_of(self, size: int, band: Band, rows: int) -> float:
+        """Seconds of a step with the `size`-th number of draft tokens, without drafting; 0 is a plain one."""
+        return float(band.slower[size] * self._latencies(rows).verify[size])
 
-    def _seconds_of(self, size: int, band: Band, load: StepLoad, tokens: float) -> float:
-        """Seconds of a step that emits `tokens` per row, without drafting."""
-        return float(band.slower[size]) * self._latencies(load.rows).seconds_of(size, load, tokens)
-
-    def _verifying(self, band: Band, load: StepLoad, tokens: Floats, drafted: Floats) -> Floats:
+    def _verifying(self, band: Band, rows: int, drafted: Floats) -> Floats:
         """Seconds `[..., M]` of steps without drafting, of trees of `drafted` `[..., M]` tokens, not always all."""
-        full = band.slower * self._latencies(load.rows).seconds(load, tokens)
+        full = band.slower * self._latencies(rows).verify
         filled = drafted / np.maximum(self._nodes, 1)
-        verifying: Floats = full[..., :1] + filled * (full - full[..., :1])
+        verifying: Floats = full[:1] + filled * (full - full[:1])
         return verifying
 
-    def _estimates(self, band: Band, load: StepLoad) -> tuple[Floats, Floats]:
+    def _estimates(self, band: Band, rows: int) -> tuple[Floats, Floats]:
         """Tokens `[members, M]` per row, and seconds `[members, M]`, to expect of steps."""
         tokens = np.stack([1.0 + worth.gain for worth in self._worth])  # the bonus token included
         drafted = np.stack([worth.drafted for worth in self._worth])
-        drafting = band.slower_drafting[:, None] * self._latencies(load.rows).draft
-        return tokens, self._verifying(band, load, tokens, drafted) + drafting
+        drafting = band.slower_drafting[:, None] * self._latencies(rows).draft
+        return tokens, self._verifying(band, rows, drafted) + drafting
 
     # ---- the choice
 
-    def _planned(self, band: Band, load: StepLoad) -> Plan:
-        if band.plan is None or not band.plan.holds(load):
-            band.plan, band.age = self._make_plan(band, load), 0
+    def _planned(self, band: Band, rows: int) -> Plan:
+        if band.plan is None or band.plan.rows != rows:
+            band.plan, band.age = self._make_plan(band, rows), 0
         return band.plan
 
-    def _make_plan(self, band: Band, load: StepLoad) -> Plan:
-        tokens, seconds = self._estimates(band, load)
+    def _make_plan(self, band: Band, rows: int) -> Plan:
+        tokens, seconds = self._estimates(band, rows)
         rates = tokens / seconds
         best = 1 + rates[:, 1:].argmax(1)
         ask, rate = Ask(0), float(rates[0, 0])
@@ -248,7 +241,7 @@ class AdaptiveBudget:
             if rates[member, size] * (1 - _DOUBT / (1 + band.told[1:].sum())) > rate:
                 ask, rate = self._ask(member, size), float(rates[member, size])
                 wider = self._ask(member, min(size + 1, len(self._nodes) - 1))
-        return self._with_exploring(Plan(load, ask, wider, rate), band, tokens, seconds, best)
+        return self._with_exploring(Plan(rows, ask, wider, rate), band, tokens, seconds, best)
 
     def _with_exploring(
         self, plan: Plan, band: Band, tokens: Floats, seconds: Floats, best: npt.NDArray[np.int64]
@@ -273,18 +266,18 @@ class AdaptiveBudget:
         if not others:
             return plan
         lost = (seconds - tokens / plan.rate)[at_best].clip(0)
-        drafting = band.slower_drafting * self._latencies(plan.load.rows).shadow[at_best]
+        drafting = band.slower_drafting * self._latencies(plan.rows).shadow[at_best]
         prices = np.minimum(lost, drafting) if self._shadows else lost
-        allowance = self._allowance(band, plan.load)
+        allowance = self._allowance(band, plan.rows)
         member = max(others, key=lambda one: (bool(prices[one] <= allowance), float(promised[one])))
         explored = self._ask(member, int(best[member]))
         if prices[member] < lost[member]:
             explored = replace(plan.ask, shadow=explored)
         return replace(plan, explore=explored, price=float(prices[member]))
 
-    def _allowance(self, band: Band, load: StepLoad) -> float:
+    def _allowance(self, band: Band, rows: int) -> float:
         """Return the seconds that exploring may still lose."""
-        return _FIRST * self._plain_seconds(band, load) + _SHARE * self._seconds - self._lost
+        return _FIRST * self._seconds_of(0, band, rows) + _SHARE * self._seconds - self._lost
 
     def _known(self) -> list[int]:
         """Members that may draft, with evidence of what their trees are worth."""
@@ -298,7 +291,7 @@ class AdaptiveBudget:
 
     def _learn_plain(self, band: Band, step: StepObservation) -> float:
         """Learn from a plain step, with little work: a small model makes thousands a second. Return its seconds."""
-        expected = self._plain_seconds(band, step.load)
+        expected = self._seconds_of(0, band, step.rows)
         if step.seconds is None:
             return expected
         band.correct(0, step.seconds.rest, expected, self._trust)
@@ -313,10 +306,10 @@ class AdaptiveBudget:
         """Learn what a drafted step takes; return its seconds."""
         member, nodes, trees = step.ask.member, step.ask.nodes, step.trees
         assert trees is not None
-        size, tokens = self._size_of[nodes], step.tokens / step.rows
+        size = self._size_of[nodes]
         filled = int(trees.drafted.sum()) / (step.rows * nodes)
         # As `_verifying`, of one number of draft tokens: this comes after every step.
-        plain, full = (self._seconds_of(one, band, step.load, tokens) for one in (0, size))
+        plain, full = (self._seconds_of(one, band, step.rows) for one in (0, size))
         rest = plain + filled * (full - plain)
         drafting = float(self._latencies(step.rows).draft[member, size])
         if step.seconds is None:
@@ -336,7 +329,7 @@ class AdaptiveBudget:
 
     def _count(self, band: Band, step: StepObservation, seconds: float) -> None:
         """Add a step to the sums, with plain decoding's estimated time for as many tokens."""
-        plain = self._plain_seconds(band, step.load)
+        plain = self._seconds_of(0, band, step.rows)
         if step.trees is None and step.seconds is not None:
             plain = step.seconds.rest
         else:
@@ -351,7 +344,7 @@ class AdaptiveBudget:
     # ---- for people
 
     def _described(self, band: Band) -> BatchChoice:
-        tokens, seconds = self._estimates(band, StepLoad(band.rows))
+        tokens, seconds = self._estimates(band, band.rows)
         rates = tokens / seconds
         fastest, best, plain = rates[:, 1:].max(1), 1 + rates[:, 1:].argmax(1), float(rates[0, 0])
         known = self._known()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,21 +12,10 @@ from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice
 
 Floats = npt.NDArray[np.float64]
-Choosing = Literal["greedy", "drawn", "filtered"]
-"""Choice of tokens: greedy; sampled, or after penalties, biases or limits; or with top-k or top-p, too."""
 
 
 SHADOW_ROWS = 4
 """Most rows of a shadow draft. A few tell enough, and more cost more."""
-
-
-@dataclass(frozen=True)
-class StepLoad:
-    """Factors of a step's time beside its draft tokens."""
-
-    rows: int
-    length: float = 0.0  # committed tokens of a row, on average; 0 for at most those that steps were timed with
-    choosing: Choosing = "greedy"
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class ScoredTrees:
 class StepObservation:
     """A finished step of B rows, for a budget to learn from."""
 
-    load: StepLoad
+    rows: int
     ask: Ask
     tokens: int  # new tokens of all rows
     trees: ScoredTrees | None = None  # the verified ones; None for a plain step
@@ -66,16 +55,12 @@ class StepObservation:
     shadow: StepSeconds | None = None  # of the shadow draft that was asked for, beside `seconds`
     shadows: tuple[ScoredTrees, ...] = ()  # of shadow drafts, of this step or earlier ones, whose text has come
 
-    @property
-    def rows(self) -> int:
-        return self.load.rows
-
 
 class Budget(Protocol):
     """Decides what speculation may cost. It learns only in `observe` and `renewed`."""
 
-    def plan(self, load: StepLoad) -> Ask:
-        """Return the draft tokens to ask for in a step; none for plain decoding."""
+    def plan(self, rows: int) -> Ask:
+        """Return the draft tokens to ask for in a step of so many rows; none for plain decoding."""
 
     def observe(self, step: StepObservation) -> None:
         """Learn from a step. Comes after every step, drafted or not."""
@@ -94,7 +79,7 @@ class FixedBudget:
         # Were all nodes alike, each would be worth this share of a step: what is less probable hardly comes true.
         self._ask = Ask(nodes, 1 / (nodes + 1), fixed=True)
 
-    def plan(self, load: StepLoad) -> Ask:
+    def plan(self, rows: int) -> Ask:
         return self._ask
 
     def observe(self, step: StepObservation) -> None:

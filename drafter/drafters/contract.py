@@ -7,8 +7,9 @@ drafter can change a token of a lossless verifier's output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -38,18 +39,16 @@ class DraftSpec:
     graph_safe: bool = True  # `propose` may be captured in a CUDA graph; see there
     bounded: bool = True  # `propose` reads `DraftContext.longest`; if not, one CUDA graph serves texts of any length
     bytes_per_token: int = 0  # memory on the target model's device for each position of a slot
-    brought: int = 0  # most draft tokens of a draft that comes from elsewhere and that no budget plans; see `brought`
     run: int = 0  # positions that it writes behind a row's text in the target model's own cache; see `Loan.cache`
-
-    @property
-    def largest(self) -> int:
-        """Draft tokens of the largest tree, whoever drafts it."""
-        return max(self.max_nodes, self.brought)
 
     @property
     def positions(self) -> int:
         """Positions of the target model's cache that a step writes behind a row's text, at most."""
-        return max(self.largest + 1, self.run)
+        return max(self.max_nodes + 1, self.run)
+
+    def beside(self, nodes: int) -> DraftSpec:
+        """Return the spec of trees that may also come from elsewhere, with up to `nodes` draft tokens."""
+        return replace(self, max_nodes=max(self.max_nodes, nodes), max_depth=max(self.max_depth, nodes))
 
 
 @dataclass(frozen=True)
@@ -69,20 +68,9 @@ class Loan:
 class Ask:
     nodes: int  # draft tokens of each row's tree; the root is not counted
     least_probability: float = 0.0  # on a CPU, where every path costs time, a search may prune prefixes below it
-    member: int = 0  # index of the drafter's `members` that drafts
+    member: int = 0  # index of the drafter's choices that drafts; see `choices_of`
     shadow: Ask | None = None  # draft that is not verified: the text that follows will show what it was worth
-    brought: tuple[int, ...] = ()  # draft tokens of each row that came from elsewhere; empty where none did
     fixed: bool = False  # the number is no choice: what a guide forces counts, and trees end where their rows do
-
-    @property
-    def most(self) -> int:
-        """Draft tokens of the largest tree of the step."""
-        return max(self.nodes, *self.brought, 0)
-
-    @property
-    def own(self) -> Ask:
-        """What the drafter itself drafts: nothing where all rows have drafts from elsewhere."""
-        return replace(self, nodes=0 if self.brought and 0 not in self.brought else self.nodes, brought=())
 
 
 @dataclass(frozen=True)
@@ -130,23 +118,6 @@ class DraftContext:
 
 
 @dataclass(frozen=True)
-class DraftMemory:
-    """Memory of texts that a drafter keeps; `room` are the most tokens of texts that `Drafter.remember` can use."""
-
-    tokens: int = 0
-    nbytes: int = 0
-    room: int = 0
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """A hot swap of a drafter's weights to a `version`, with which its `members` of these indices draft."""
-
-    version: int
-    members: tuple[int, ...] = (0,)
-
-
-@dataclass(frozen=True)
 class Loading:
     """Context in which a drafter is loaded."""
 
@@ -186,44 +157,33 @@ class SlotState(ABC):
 
 
 class Drafter(ABC):
-    """Proposes draft trees.
+    """Proposes draft trees. One without state implements `propose` alone.
 
-    A drafter without state implements `propose` alone. Methods but `remember`, `receive` and `offer` are called on the
-    engine's thread, in the order of events.
+    Methods are called on the engine's thread, in the order of events.
     """
 
     spec: DraftSpec
     slots: Sequence[SlotState] = ()
     """State for each slot, allocated in `open`."""
-    members: tuple[str, ...] = ()
-    """Names of the drafters among which a budget chooses; empty for a single drafter."""
-    known: tuple[MeasuredWorth | None, ...] = (None,)
-    """Worth of its members' trees, or of its own, on held-out text; None where that was not measured."""
+    drafters: tuple[Drafter, ...] = ()
+    """Those that it is made of."""
+    members: Mapping[str, Drafter] = MappingProxyType({})
+    """Those among which a budget chooses, by name; empty for a single drafter. They are opened and told as one."""
+    worth: MeasuredWorth | None = None
+    """Worth of its trees on held-out text; None where that was not measured."""
     drafts: bool = True
-    """False while it has nothing to draft with: it started without trained weights and waits for a hot swap."""
+    """False while it must not draft: it started without trained weights."""
 
     @property
     def version(self) -> int | None:
-        """Number of the weights in use; None where there are none or they never change."""
-        return None
+        """Number of the weights in use; None where there are none or they never change.
 
-    @property
-    def withheld(self) -> tuple[int, ...]:
-        """Indices of `members` that must not draft before their weights are renewed."""
-        return ()
+        `prepare` and `observe` may replace them.
+        """
+        return None
 
     def open(self, loan: Loan) -> None:  # noqa: B027 - a drafter without memory has nothing to do
         """Allocate for the loan's slots. Called once, before everything else."""
-
-    def select(self, member: int) -> None:  # noqa: B027
-        """Make `members[member]` draft from now on. Called before `prepare`."""
-
-    def follows(self, ask: Ask) -> bool:
-        """Return whether the drafter would draft on the host, from all tokens so far: no step may be under way then.
-
-        What it drafts in other steps is captured in a CUDA graph on a GPU.
-        """
-        return bool(ask.nodes) and not self.spec.graph_safe
 
     def prepare(self, context: DraftContext) -> None:  # noqa: B027
         """Do a step's work that is not captured in a CUDA graph, such as reading a new prompt, before each `propose`.
@@ -238,61 +198,46 @@ class Drafter(ABC):
         A row may have fewer draft tokens, down to the root alone (a plain step), followed by padding. `ask.nodes` is
         from 1 to `spec.max_nodes`.
 
-        On a GPU this is captured and replayed unless the drafter `follows`: the operations must depend only on the
-        tensors, the number of rows, `context.longest` and `ask.nodes`, and must not wait for the device.
+        On a GPU this is captured and replayed if `spec.graph_safe`: the operations must depend only on the tensors, the
+        number of rows, `context.longest` and `ask.nodes`, and must not wait for the device. Otherwise it drafts on the
+        host, from all tokens so far, and no step is under way.
         """
 
     def observe(self, committed: Committed) -> None:  # noqa: B027
         """Learn from the tokens of a step, also where another drafter proposed them. Called after every step."""
 
+
+def choices_of(drafter: Drafter) -> Mapping[str, Drafter]:
+    """Return the drafters among which a budget chooses, by name: a single one has none."""
+    return drafter.members or {"": drafter}
+
+
+def made_of(drafter: Drafter) -> Iterator[Drafter]:
+    """Yield a drafter and all that it is made of: a room finds its own there, to tell it what others need not know."""
+    yield drafter
+    for part in drafter.drafters:
+        yield from made_of(part)
+
+
+@dataclass(frozen=True)
+class MemorySize:
+    """Size of a memory of texts; `room` are the most tokens of texts that `TextMemory.remember` can use."""
+
+    tokens: int = 0
+    nbytes: int = 0
+    room: int = 0
+
+
+class TextMemory(Drafter):
+    """A drafter that keeps texts. Both of these may be called from any thread, once it is open."""
+
     @property
-    def memory(self) -> DraftMemory:
-        """Size of its memory of texts. Safe from any thread, after `open`."""
-        return DraftMemory()
+    @abstractmethod
+    def memory(self) -> MemorySize: ...
 
-    def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:  # noqa: B027
-        """Learn from texts decoded elsewhere, oldest first. Called at any time and from any thread; must not block."""
-
-    def brought(self, rows: int) -> tuple[int, ...]:
-        """Return how many draft tokens from elsewhere wait for each of the first slots; empty if none do.
-
-        This comes before a step that `follows`, which verifies all of them, whatever a budget plans.
-        """
-        return ()
-
-    def with_brought(self, own: TokenTree, counts: tuple[int, ...]) -> TokenTree:
-        """Return the drafts of which `brought` has told `counts`, and in other rows the `own` ones of `propose`."""
-        return own
-
-    def receive(self, request: Request, tokens: Sequence[int], parents: Sequence[int], at: int) -> None:  # noqa: B027
-        """Take a draft that was made elsewhere for one request; see `Handle.draft`. Called like `remember`.
-
-        Drafters that make their own ignore it. `request` is the object that `SlotState.enter` is given.
-        """
-
-    def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Prepare a hot swap to other weights; drafters with fixed weights ignore it.
-
-        Called at any time, like `remember`, but never on the engine's thread: do all slow work here.
-
-        Args:
-            number: Version; ignored if not newer than the present one.
-            weights: By name, on the CPU.
-
-        Raises:
-            LoadError: The weights do not fit this drafter or are not finite. The drafter is then unchanged.
-        """
-
-    def target_changed(self) -> None:  # noqa: B027
-        """Make again, in place, what was derived from the target model, whose weights have changed in place.
-
-        Called between two steps, while no slot has a sequence. A drafter that keeps the old may do so: it only drafts
-        worse.
-        """
-
-    def renew(self) -> Renewal | None:
-        """Swap to the newest offered weights, if any, between two steps: quickly, without waiting for the device."""
-        return None
+    @abstractmethod
+    def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
+        """Learn from texts decoded elsewhere, oldest first, without blocking."""
 
 
 class PlainDecoding(Drafter):

@@ -68,7 +68,7 @@ def _load(name: str, loading: Loading) -> Drafter:
         name = str(EMBEDDED_HEADS / name)
     head = load_head(name, loading.base)
     drafter = head.drafter(loading.base, loading.nodes)
-    drafter.known = (measured_worth(head.provenance),)
+    drafter.worth = measured_worth(head.provenance)
     return drafter
 
 

@@ -33,6 +33,9 @@ class Target(OutputLayer, Protocol):
     def fingerprints(self) -> frozenset[str]: ...
 
     @property
+    def weights_version(self) -> int: ...
+
+    @property
     def device(self) -> torch.device: ...
 
     @property

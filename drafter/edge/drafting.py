@@ -80,7 +80,7 @@ class DraftTree:
 class NoTarget:
     """The `Target` of a device, which has none: its tokeniser's name and size."""
 
-    fingerprint, hidden_size, num_layers = "", 0, 0
+    fingerprint, hidden_size, num_layers, weights_version = "", 0, 0, 0
     fingerprints = frozenset[str]()
     lm_head_bias = None
 

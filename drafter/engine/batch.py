@@ -15,7 +15,6 @@ from drafter import devices
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
 from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, token_logprobs
 from drafter.acceptance.limits import Limits
-from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
 from drafter.drafters.slots import NO_TEXT
 from drafter.engine.memory import slot_length
@@ -34,9 +33,11 @@ class BatchState:
         times: Lent to the drafter.
         kv_bytes: Largest size of the KV cache; see `BaseModel.new_cache`.
         kept: Number of further slots, for texts that no step decodes.
+        brought: Draft tokens of the largest tree that is drafted elsewhere.
 
     Attributes:
-        kept_slots: These, behind the others.
+        kept_slots: Those of `kept`, behind the others.
+        spec: The drafter's, of trees from elsewhere, too.
         tokens: `[S + kept, L]` int64 prompt, output and the pending token of each slot.
         hidden: `[S + kept, L, K · d]` the hidden states that the drafter reads; None if it reads none.
         shift: `[S]` int64 what each slot's images add to the positions of later tokens; None if the model reads none.
@@ -57,10 +58,12 @@ class BatchState:
         times: StageTimes,
         kv_bytes: int | None = None,
         kept: int = 0,
+        brought: int = 0,
     ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
         self.kept_slots, in_all = range(slots, slots + kept), slots + kept
-        spec, device = drafter.spec, base.device
+        self.spec = spec = drafter.spec.beside(brought)
+        device = base.device
         self._step_positions = spec.positions
         self.capacity = slot_length(max_length, self._step_positions - 1, spec.max_depth)
         self.cache = base.new_cache(in_all, self.capacity, kv_bytes)
@@ -199,16 +202,6 @@ class BatchState:
         rows = slice(0, len(known))
         texts = self.tokens[rows], self._hidden_of(rows), self.lengths[rows]
         return DraftContext(*texts, known, ahead, shift=self.shift_of(rows))
-
-    def load(self, known: list[int]) -> StepLoad:
-        """Return the load of a step over the first slots, one for each length in `known`."""
-        mode = self.mode
-        choosing: Choosing = "drawn"
-        if mode.likeliest:
-            choosing = "greedy"
-        elif mode.ranked or mode.nucleus:
-            choosing = "filtered"
-        return StepLoad(len(known), sum(known) / len(known), choosing)
 
     def bounded_context(self, rows: int, bound: int) -> DraftContext:
         """Return the same for a step whose shapes repeat: no sequence has more than `bound` committed tokens."""

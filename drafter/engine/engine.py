@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from drafter import devices
-from drafter.acceptance.contract import ExactVerifier, Verifier
+from drafter.acceptance.contract import ExactVerifier, Verifier, refuse_shallow
 from drafter.acceptance.guide import FirstGuides, Guides
 from drafter.budget.contract import SHADOW_ROWS, Budget, StepSeconds
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, TextMemory, made_of
 from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
@@ -45,8 +45,8 @@ class Engine:
         verifier: By default the exact one.
         budget: By default as `config.num_draft_tokens` says.
         tap: Receives rows that have ended, with the hidden states that the drafter reads.
-        drafter_name: Key of step times in the cache folder; None measures them again.
         guides: Make guides for `structured_outputs`. By default those of a method, at the first such request.
+        brought: Draft tokens of the largest draft that `Handle.draft` may bring.
 
     Attributes:
         last_step: When it last made progress, in monotonic seconds: it hangs if it is not idle and this is long ago.
@@ -67,16 +67,15 @@ class Engine:
         verifier: Verifier | None = None,
         budget: Budget | None = None,
         tap: RowTap | None = None,
-        drafter_name: str | None = None,
         guides: Guides | None = None,
+        brought: int = 0,
     ) -> None:
         config, verifier = config or EngineConfig(), verifier or ExactVerifier()
-        _refuse_mismatch(drafter, verifier)
+        refuse_shallow(verifier, drafter.spec.max_depth)
         verifier.open(base)
         self.base, self.drafter, self.tokenizer = base, drafter, tokenizer
         self.config, self.verifier = config, verifier
         self._defaults = sampling_defaults(base.generation_settings, base.name)
-        self._version = drafter.version
         self.guides = guides or FirstGuides(tokenizer, base.vocab_size, base.eos_token_ids)
         limit = base.max_positions or DEFAULT_MAX_LENGTH
         if config.max_model_len is not None and config.max_model_len > limit:
@@ -89,13 +88,14 @@ class Engine:
             base.leave_native()
         self._packs = base.allow_packing()
         self._queued, alone = devices.is_asynchronous(base.device), len(base.devices) == 1
-        recorded = self._queued and alone and base.ranks == 1 and not (base.caches.trees_wait and drafter.spec.largest)
+        spec = drafter.spec.beside(brought)
+        recorded = self._queued and alone and base.ranks == 1 and not (base.caches.trees_wait and spec.max_nodes)
         graphs, plan = cuda_graph.MOST_GRAPHS if recorded else 0, None
-        kept = rows_to_keep(base, drafter.spec, config, self.max_length, graphs)
+        kept = rows_to_keep(base, spec, config, self.max_length, graphs)
         if self._queued and alone:
-            plan = plan_or_refuse(base, drafter.spec, replace(config, kept_rows=kept), self.max_length, graphs)
+            plan = plan_or_refuse(base, spec, replace(config, kept_rows=kept), self.max_length, graphs)
         slots, kv_bytes = config.max_num_seqs, config.kv_bytes
-        self.batch = BatchState(base, drafter, slots, self.max_length, self._times, kv_bytes, kept)
+        self.batch = BatchState(base, drafter, slots, self.max_length, self._times, kv_bytes, kept, brought)
         # Graphs of a shape always have the same nodes.
         self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not self._queued)
         recorder = cuda_graph.CudaRecorder(base.device) if recorded else None
@@ -104,7 +104,9 @@ class Engine:
         self.flights = Flights(base.device, lag=int(self._queued))
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
         self._reader = PromptReader(self.scheduler, self.batch, self._counts)
-        self._rooms = rooms(tokenizer, self.guides, self.batch, tap)
+        self._rooms = rooms(tokenizer, self.guides, self.batch, tap, brought)
+        self.memories = [one for one in made_of(drafter) if isinstance(one, TextMemory)]
+        self._versions = [one.version for one in device.choices]
         self._shadows = Shadows()
         self.wake: Callable[[], object] = lambda: None  # where another thread steps: called when a handle changes
         self.last_step = time.monotonic()
@@ -112,8 +114,7 @@ class Engine:
             compile_base(device)
         if self._queue and plan is not None:
             try_dearest_step(device, self._queue, plan)
-        kept_by = None if config.compile else drafter_name
-        self.budget = budget or make_budget(device, self._queue, config.num_draft_tokens, kept_by)
+        self.budget = budget or make_budget(device, self._queue, config.num_draft_tokens)
 
     # ---- from any thread
 
@@ -128,7 +129,7 @@ class Engine:
         """
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
-        handle = Handle(request, stream=stream, on_change=self._look_again, on_draft=self.drafter.receive)
+        handle = Handle(request, stream=stream, on_change=self._look_again)
         with kept_for(request.salt):
             parts = [part for room in self._rooms if (part := room(handle)) is not None]
             sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.max_length, parts)
@@ -139,16 +140,15 @@ class Engine:
 
     def state(self) -> EngineState:
         """Return the engine's counters. They may be a step apart."""
-        memory = self.drafter.memory
         return EngineState(
             active=len(self.scheduler.in_slots),
             waiting=len(self.scheduler.waiting) + len(self.scheduler.background),
             slots=self.scheduler.limit.most,
             stage_seconds=dict(self._times.seconds),
-            memory_tokens=memory.tokens,
-            memory_bytes=memory.nbytes,
+            memory_tokens=sum(one.memory.tokens for one in self.memories),
+            memory_bytes=sum(one.memory.nbytes for one in self.memories),
             choices=self.budget.choices(),
-            drafter_version=self._version,
+            drafter_version=next((version for version in self._versions if version is not None), None),
             **self._counts,
         )
 
@@ -225,17 +225,20 @@ class Engine:
 
     def _plan(self, sequences: list[Sequence]) -> StepPlan:
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
-        load, ask, useful = self.batch.load(context.host_lengths), Ask(0), self._useful(sequences)
-        follows = not self._queued or any(sequence.steering is not None for sequence in sequences)
+        ask, useful = Ask(0), self._useful(sequences)
+        waits, brought = any(sequence.waits for sequence in sequences), None
+        follows = waits or not self._queued
         if max(useful):
-            ask = self.budget.plan(load)
-            if self.drafter.follows(ask):
+            ask = self.budget.plan(len(sequences))
+            if waits and not self.flights:
+                brought = [sequence.brought() for sequence in sequences]
+                ask = replace(ask, nodes=0) if all(brought) else ask
+            if ask.nodes and not self._device.choices[ask.member].spec.graph_safe:
                 follows = True
-                ask = ask if self.flights else replace(ask, brought=self.drafter.brought(len(sequences)))
         # Other numbers of draft tokens than a budget has learnt of would cost it more than they save, and a graph has
         # always the same.
         limits = useful if ask.fixed and follows else None
-        return StepPlan.of(sequences, 0, self.batch, ask, context, limits, load, follows=follows)
+        return StepPlan.of(sequences, 0, self.batch, ask, context, limits, follows=follows, brought=brought)
 
     def _useful(self, sequences: list[Sequence]) -> list[int]:
         """Return for each sequence how many accepted draft tokens it could still take."""
@@ -250,7 +253,7 @@ class Engine:
         slow = self._queue.graphs.slow if self._queue else 0
         self._prepare(plan, plan.context, clock)
         tree, on_host, forced = self._draft(plan, plan.context, clock)
-        if plan.ask.most and plan.follows:
+        if plan.ask.nodes and plan.follows:
             self._times.mark("host")
             clock.drafting += clock.lap()
             self._admit()  # between drafting and verification, which halves the wait of sequences that enter
@@ -267,7 +270,7 @@ class Engine:
         if not self._queue:
             clock.rest = clock.lap()
         self._times.mark("commit")
-        return Step(plan, clock, self.drafter.version, forced), tensors
+        return Step(plan, clock, self._device.choices[plan.ask.member].version, forced), tensors
 
     def _prepare(self, plan: StepPlan, context: DraftContext, clock: Clock) -> None:
         """Let the drafter do what is no part of a graph, and draft a shadow if the plan has one."""
@@ -275,10 +278,9 @@ class Engine:
         planning = clock.lap()
         if plan.ask.shadow is not None:
             self._draft_shadow(plan.sequences[:SHADOW_ROWS], plan.ask.shadow, clock)
-        if plan.ask.most:
-            self.drafter.select(plan.ask.member)
+        if plan.ask.nodes:
             clock.drafting = planning + clock.lap()
-            self.drafter.prepare(context)
+            self._device.choices[plan.ask.member].prepare(context)
             clock.reading = clock.lap()
             self._times.mark("draft")
 
@@ -286,11 +288,10 @@ class Engine:
         """Draft trees of a few rows, which the text that follows will be compared with."""
         plan = StepPlan.of(sequences, 0, self.batch, ask)
         context = self.batch.context([sequence.length for sequence in sequences])
-        self.drafter.select(ask.member)
-        self.drafter.prepare(context)
+        self._device.choices[ask.member].prepare(context)
         reading = clock.lap()
         tree = self._device.draft(context, ask)
-        found = steered_drafts(tree, plan.drafted_steering, ask, self.drafter.spec)
+        found = steered_drafts(tree, plan.brought, plan.drafted_steering, ask, self.batch.spec)
         self._shadows.add(sequences, ask, *(found or (tree, [0] * len(sequences))))
         clock.shadow = StepSeconds(reading, clock.lap(), 0.0)
         self._times.mark("draft")
@@ -305,14 +306,14 @@ class Engine:
         """
         with clock.on_device("drafting"):
             tree = self._stages.draft(context, plan.ask)
-        if plan.ask.most:
+        if plan.ask.nodes:
             if min(plan.deepest) < plan.depth:
                 deepest = plan.deepest + [0] * (len(tree.tokens) - len(plan.deepest))  # rows of padding
                 tree = tree.no_deeper(devices.send(torch.tensor(deepest), tree.depths.device))
             self._times.mark("tree")
             if not self._queued:
                 tree = tree.trimmed((tree.tokens >= 0).sum(1))  # without padding
-        found = steered_drafts(tree, plan.drafted_steering, plan.ask, self.drafter.spec)
+        found = steered_drafts(tree, plan.brought, plan.drafted_steering, plan.ask, self.batch.spec)
         if found is None:
             return tree, None, [0] * len(plan.sequences)
         on_host, forced = found
@@ -347,10 +348,9 @@ class Engine:
         self.last_step = time.monotonic()
         self._times.start()
         self.scheduler.begin_step()
-        if (renewal := self.drafter.renew()) is not None:
-            self._version = renewal.version
-            self.scheduler.kept.clear()
-            for member in renewal.members:
+        for member, drafter in enumerate(self._device.choices):
+            if drafter.version != self._versions[member]:
+                self._versions[member] = drafter.version
                 self.budget.renewed(member)
         self._read_before = self._counts["prefilled_tokens"]
 
@@ -440,11 +440,3 @@ class Engine:
             sequence.fail()
         elif not sound and sequence.handling is Handling.ALONE:  # until this step it was `COPIED`
             self.scheduler.read_again(sequence)
-
-
-def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:
-    if verifier.lookahead > drafter.spec.max_depth:
-        raise LoadError(
-            f"verifier {verifier.name} looks {verifier.lookahead} draft tokens ahead, and this drafter drafts only "
-            f"{drafter.spec.max_depth}: use a deeper drafter"
-        )

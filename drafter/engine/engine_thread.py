@@ -146,7 +146,6 @@ def _update(engine: Engine, weights: Sequence[tuple[Tensor, Tensor]]) -> int:
         if not count:
             scheduler.kept.clear()
             engine.base.update_weights(weights)
-            engine.drafter.target_changed()
     except BaseException as error:
         engine.fail(error)
         raise

@@ -28,7 +28,6 @@ class Handle:
         *,
         stream: bool,
         on_change: Callable[[], object] | None = None,
-        on_draft: Callable[[Request, Several[int], Several[int], int], object] | None = None,
     ) -> None:
         self.request = request
         self.submitted = time.monotonic()
@@ -38,7 +37,8 @@ class Handle:
         self.future.set_running_or_notify_cancel()
         self.cancelled = self.parked = False
         self.until = math.inf  # output tokens with which it parks by itself
-        self._on_change, self._on_draft = on_change, on_draft
+        self._on_change = on_change
+        self.on_draft: Callable[[Several[int], Several[int], int], object] | None = None  # takes what `draft` brings
         self._deltas: queue.SimpleQueue[TokenDelta | None] | None = queue.SimpleQueue() if stream else None
         self._wake: Callable[[], object] | None = None
         self.future.add_done_callback(lambda _: self.push(None))
@@ -98,7 +98,7 @@ class Handle:
             self._on_change()
 
     def draft(self, tokens: Several[int], parents: Several[int], at: int) -> None:
-        """Bring a draft made elsewhere, from any thread. A drafter such as `LateDrafter` takes it.
+        """Bring a draft made elsewhere, from any thread, to an engine that takes such.
 
         The next step verifies what of it continues the text by then; a draft that does not is dropped.
 
@@ -110,8 +110,8 @@ class Handle:
         Raises:
             RequestError: The parents make no tree, or a token is not in the vocabulary.
         """
-        if self._on_draft is not None and not self.future.done():
-            self._on_draft(self.request, tokens, parents, at)
+        if self.on_draft is not None and not self.future.done():
+            self.on_draft(tokens, parents, at)
 
     def _leave(self) -> None:
         if self.streams and not self.future.done():

@@ -61,7 +61,7 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
         max_length: Prompt and output tokens of a sequence.
         graphs: Number of recorded parts of steps.
     """
-    slots, nodes, width, number = config.max_num_seqs, spec.largest, base.hidden_size, base.dtype.itemsize
+    slots, nodes, width, number = config.max_num_seqs, spec.max_nodes, base.hidden_size, base.dtype.itemsize
     in_all = slots + (config.kept_rows or 0)
     length = slot_length(max_length, spec.positions - 1, spec.max_depth)
     positions, tree, prompt = in_all * length, slots * (nodes + 1), min(GPU_CHUNK, slots * max_length)

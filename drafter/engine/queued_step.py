@@ -74,7 +74,7 @@ class QueuedStep:
 
     def __init__(self, step: DeviceStep, recorder: CudaRecorder | None) -> None:
         self._step, self.state, self.graphs = step, step.state, PartGraphs(recorder)
-        self._most = step.state.drafter.spec.largest
+        self._most = step.state.spec.max_nodes
         self._buffers = _Buffers(step.state.slots, 1 + self._most)
         # What a recurrent layer's commit reads of the forward is nowhere but in the memory of the same graph.
         self._together = bool(step.base.cache_bytes.node)
@@ -82,15 +82,11 @@ class QueuedStep:
 
     def draft(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + N]` of the rows of `context`, and of padding; valid until the next step."""
-        tree = self._own_draft(context, ask.own)
-        return self.state.drafter.with_brought(tree, ask.brought) if ask.brought else tree
-
-    def _own_draft(self, context: DraftContext, ask: Ask) -> TokenTree:
-        drafter, nodes, capacity = self.state.drafter, ask.nodes, self.state.capacity
-        if drafter.follows(ask):
+        spec, nodes, capacity = self._step.choices[ask.member].spec, ask.nodes, self.state.capacity
+        if nodes and not spec.graph_safe:
             return self._step.draft(context, ask)
         rows, length = padded_rows(len(context.host_lengths), self.state.slots), capacity
-        if nodes and drafter.spec.bounded:
+        if nodes and spec.bounded:
             # Where attention reads each row to its end, the little work of a drafter is no reason for many graphs.
             rounded = coarse_length if self._reads_to_length else padded_length
             length = rounded(self._reach(context.longest, nodes), capacity)
@@ -172,7 +168,7 @@ class QueuedStep:
 
     def _verified(self, trees: _Trees, *, guided: bool) -> Verified:
         rows, size = trees[:2]
-        tree, depth = self._tree(rows, size), min(self.state.drafter.spec.max_depth, size - 1)
+        tree, depth = self._tree(rows, size), min(self.state.spec.max_depth, size - 1)
         names = ["logits", "hidden"]
         if self._step.verifier.hidden_layers:
             names.append("read")

@@ -17,7 +17,7 @@ from drafter.acceptance.limits import Limits
 from drafter.drafters.contract import Ids
 from drafter.engine.handle import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
-from drafter.parts.contract import NewTokens, RowPart, Steering
+from drafter.parts.contract import NewTokens, RowDrafts, RowPart, Steering
 from drafter.prompt import TextKey
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing
 from drafter.statistics import DecodeCounts
@@ -113,6 +113,20 @@ class Sequence:
     def steering(self) -> Steering | None:
         """Its part that says which tokens may come; None where all may."""
         return next((part for part in self.parts if isinstance(part, Steering)), None)
+
+    @cached_property
+    def _waiting(self) -> list[RowPart]:
+        return [part for part in self.parts if type(part).waits]
+
+    @property
+    def waits(self) -> bool:
+        """True if its next draft tree passes through the host; see `RowPart.waits`."""
+        return any(part.waits for part in self._waiting)
+
+    def brought(self) -> RowDrafts | None:
+        """Take the draft that has come for it from elsewhere, if it may have any."""
+        came = next(filter(None, [part.brought(self) for part in self._waiting]), None)
+        return None if self.handling is Handling.PLAIN else came
 
     @property
     def features(self) -> Features | None:

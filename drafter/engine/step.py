@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.acceptance.choices import NodeChoices, are_sound
 from drafter.acceptance.contract import PathLogprobs, Verified, Verifier, token_logprobs
-from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
-from drafter.drafters.contract import Ask, DraftContext
+from drafter.budget.contract import ScoredTrees, StepObservation, StepSeconds
+from drafter.drafters.contract import Ask, DraftContext, choices_of
 from drafter.engine.batch import BatchState
 from drafter.engine.sequence import Handling, Sequence
 from drafter.engine.shadows import Shadows
-from drafter.parts.contract import NewTokens, Steering
+from drafter.parts.contract import NewTokens, RowDrafts, Steering
 from drafter.requests import TokenLogprob
 from drafter.target_model.attention import Packing
 from drafter.target_model.model import BaseModel
@@ -112,13 +112,13 @@ class StepPlan:
 
     sequences: list[Sequence]
     slot: int
-    context: DraftContext | None  # what is drafted from; None for a prompt's step
+    context: DraftContext | None  # what is drafted from; None for a prompt's step, which no budget plans
     ask: Ask
     depth: int  # of the deepest draft token that a row may get
     deepest: list[int]  # the same of each row
     wanted: Wanted
     stays: list[int]  # of the sequences
-    load: StepLoad | None = None  # None if no budget planned it: it comes with a prompt's forward
+    brought: Several[RowDrafts | None]  # `[B]` what rows have from elsewhere, in place of a draft
     follows: bool = True  # it needs what the host knows of all texts, so that no step may be under way before
 
     @staticmethod
@@ -129,12 +129,12 @@ class StepPlan:
         ask: Ask,
         context: DraftContext | None = None,
         useful: Several[int] | None = None,
-        load: StepLoad | None = None,
         *,
         follows: bool = True,
+        brought: Several[RowDrafts | None] | None = None,
     ) -> StepPlan:
         """Plan a step whose trees go no deeper than is `useful` `[B]`, where that is known."""
-        depth = min(ask.most, state.drafter.spec.max_depth)
+        depth = min(ask.nodes, state.drafter.spec.max_depth)
         deepest = [min(depth, most) for most in useful or [depth] * len(sequences)]
         for row, sequence in enumerate(sequences):
             if sequence.handling is Handling.PLAIN:
@@ -145,7 +145,8 @@ class StepPlan:
             if (top := one.sampling.logprobs) is not None
         }
         stays = [sequence.stay for sequence in sequences]
-        return StepPlan(sequences, slot, context, ask, depth, deepest, wanted, stays, load, follows)
+        brought = brought or [None] * len(sequences)
+        return StepPlan(sequences, slot, context, ask, depth, deepest, wanted, stays, brought, follows)
 
     @property
     def rows(self) -> slice:
@@ -232,13 +233,12 @@ class Outcome:
 
     def observation(self, emitted: dict[int, int], shadows: Shadows) -> StepObservation | None:
         """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""
-        planned, ask, clock, forced = self.step.plan.load, self.step.plan.ask, self.step.clock, self.step.forced
+        plan, clock, forced = self.step.plan, self.step.clock, self.step.forced
         # A budget learns nothing of drafts that it did not plan, and of a step with any the time is not its own.
-        brought = ask.brought or (0,) * len(self.tokens)
-        rows = [row for row in emitted if self.sound[row] and not brought[row]]
-        if planned is None or not rows:
+        rows = [row for row in emitted if self.sound[row] and plan.brought[row] is None]
+        if plan.context is None or not rows:
             return None
-        load, trees = StepLoad(len(rows), planned.length, planned.choosing), None
+        ask, trees = plan.ask, None
         if ask.nodes:
             accepted = np.zeros((len(rows), ask.nodes), np.bool_)
             for place, row in enumerate(rows):
@@ -246,9 +246,9 @@ class Outcome:
                 accepted[place, : len(own)] = own
             drafted = np.array([self.drafted[row] - forced[row] for row in rows])
             trees = ScoredTrees(ask.member, drafted, accepted)
-        seconds = None if any(forced) or ask.brought else clock.seconds()
+        seconds = None if any(forced) or any(plan.brought) else clock.seconds()
         tokens = sum(emitted[row] for row in rows)
-        return StepObservation(load, ask, tokens, trees, seconds, clock.shadow, shadows.scored())
+        return StepObservation(len(rows), ask, tokens, trees, seconds, clock.shadow, shadows.scored())
 
 
 class Flights:
@@ -310,16 +310,15 @@ class DeviceStep:
         self.base, self.verifier, self.state, self.packs = base, verifier, state, packs
         self._hidden_layers = (*state.drafter.spec.hidden_layers, *verifier.hidden_layers)
         self._drafter_width = len(state.drafter.spec.hidden_layers) * base.hidden_size
+        self.choices = list(choices_of(state.drafter).values())
 
     def draft(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.most]`."""
-        drafter, own = self.state.drafter, ask.own
-        tree = drafter.propose(context, own) if own.nodes else root_only(context.pending)
-        return drafter.with_brought(tree, ask.brought) if ask.brought else tree
+        """Return trees `[B, 1 + ask.nodes]`."""
+        return self.choices[ask.member].propose(context, ask) if ask.nodes else root_only(context.pending)
 
     def verify(self, tree: TokenTree, kv_length: int) -> Verified:
         """Run the target model over `tree` `[B, N]` of the first B slots, reading `kv_length` cache positions."""
-        rows, depth = len(tree.tokens), min(self.state.drafter.spec.max_depth, tree.size - 1)
+        rows, depth = len(tree.tokens), min(self.state.spec.max_depth, tree.size - 1)
         ancestors, lengths = tree.ancestors(depth), self.state.lengths[:rows]
         packing = Packing.of(tree.tokens >= 0) if self.packs and rows > 1 and tree.size > 1 else None
         nodes = TreeNodes(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,18 +13,15 @@ import torch
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import Budget, Choosing, FixedBudget, Floats
-from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, load_costs, measure_latency, save_costs
+from drafter.budget.contract import Budget, FixedBudget, Floats
+from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
 from drafter.devices import timed
-from drafter.drafters.contract import Ask
+from drafter.drafters.contract import Ask, choices_of
 from drafter.engine.batch import BatchState
 from drafter.engine.memory import MemoryPlan
 from drafter.engine.queued_step import QueuedStep, padded_rows
 from drafter.engine.step import DeviceStep
 from drafter.errors import LoadError
-from drafter.native.build import processor
-from drafter.requests import SamplingParams
-from drafter.source_commit import VERSION, source_commit
 from drafter.tree.token_tree import bare_trees, root_only
 
 _DEAREST = SamplingMode(*[True] * len(fields(SamplingMode)))
@@ -96,109 +92,10 @@ def _prepare(state: BatchState, rows: int, nodes: int, length: int) -> None:
 
 _UNTIL_RECORDED = 3
 """Runs of a step after which it is repeated, or will never be."""
-_FAR = 4096
-"""Committed tokens of a long text, if a slot has so many."""
-_RUNS = 3
-"""Timed runs of a step. The least time counts."""
-_SAMPLED: dict[Choosing, SamplingParams] = {
-    "drawn": SamplingParams(temperature=1.0),
-    "filtered": SamplingParams(temperature=1.0, top_k=50, top_p=0.95),
-}
-
-
-def with_load_costs(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, length: int) -> LatencyTable:
-    """Add to a table how context length and sampling add to a step's latency.
-
-    Args:
-        step: The stages; slots have texts of `length` tokens, and are changed.
-        queue: Where steps are queued.
-        table: Latencies of steps over these texts.
-    """
-    longer = _longer(step, queue, table, length)
-    step.state.lengths.fill_(length)
-    return replace(
-        table,
-        length=length,
-        longer=longer,
-        choosing=_choosing(step, queue, table, length),
-        choices=_choices(step, table),
-    )
-
-
-def _longer(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, length: int) -> Floats:
-    state, nodes = step.state, np.array(table.nodes)
-    far = min(_FAR, state.max_length)
-    if far <= length or not state.reserve(0, far + 1):
-        return np.zeros(len(nodes))
-    # In a queued step drafting follows its own memory of the text. So a plain one is timed, which reads as much of the
-    # cache.
-    sizes = [0, table.nodes[-1]] if queue is None else [0]
-    costs = []
-    for size in sizes:
-        near, at_far = (_least_seconds(step, queue, partial(_forward, step, queue, size, one)) for one in (length, far))
-        costs.append(max(at_far - near, 0.0) / (far - length))
-    found: Floats = np.interp(nodes, sizes, costs)
-    return found
-
-
-def _choosing(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, length: int) -> dict[Choosing, Floats]:
-    ways: dict[Choosing, SamplingParams] = {"greedy": SamplingParams(), **_SAMPLED}
-    seconds: dict[Choosing, list[float]] = {way: [] for way in ways}
-    for rows in map(int, table.batches):
-        choice = _choice(step, queue, rows, length)
-        for way, params in ways.items():
-            _sample(step.state, params, rows)
-            seconds[way].append(_least_seconds(step, queue, choice))
-    _sample(step.state, SamplingParams(), step.state.slots)
-    return {way: np.maximum(np.subtract(seconds[way], seconds["greedy"]), 0.0) for way in _SAMPLED}
-
-
-def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
-    nodes = np.array(table.nodes, dtype=np.float64)
-    if not step.verifier.lossless:
-        return 1 + nodes  # it asks at each of them
-    if devices.is_asynchronous(step.base.device):
-        return 1 + np.minimum(nodes, step.state.drafter.spec.max_depth)
-    return None
-
-
-def _choice(step: DeviceStep, queue: QueuedStep | None, rows: int, length: int) -> Callable[[], object]:
-    state = step.state
-    if queue is not None:
-        return partial(_forward, step, queue, 0, length, rows)
-    verified = step.verify(root_only(state.tokens[:rows, 0]), length + 1)
-    return lambda: step.verifier.accept(verified, state.row_sampling(slice(0, rows)))
-
-
-def _sample(state: BatchState, params: SamplingParams, rows: int) -> None:
-    for slot in range(rows):
-        state.sampling.set(slot, params, 1)
-    state.expect([params] * rows)
-
-
-def _forward(step: DeviceStep, queue: QueuedStep | None, nodes: int, length: int, rows: int = 1) -> None:
-    state = step.state
-    state.lengths.fill_(length)
-    if queue is None:
-        step.verify(bare_trees(state.tokens[:rows, 0], 1 + nodes), length + 1 + nodes)
-    else:
-        queue.whole(rows, nodes, length)
-
-
-def _least_seconds(step: DeviceStep, queue: QueuedStep | None, work: Callable[[], object]) -> float:
-    for _ in range(1 if queue is None else _UNTIL_RECORDED):
-        work()
-    return min(devices.timed(step.base.device, work)[1] for _ in range(_RUNS))
-
-
 _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
 _DRAFT_RUNS = 2
 """Timed runs of a draft: the first run includes one-time work."""
-_SAMPLE_ROUNDS = 3
-"""Times that each of two steps is sampled. The least time counts."""
-_FASTER = 1.5
-"""A machine that is so many times as fast as when latencies were measured was busy then, and measures them again."""
 _BUSY = 0.1
 """Share of the processors that others may have while latencies are measured. With more, the ratios are theirs."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16
@@ -236,75 +133,28 @@ def compile_base(step: DeviceStep) -> None:
 
 
 @torch.inference_mode()
-def make_budget(
-    step: DeviceStep, queue: QueuedStep | None, nodes: int | Literal["auto"], drafter: str | None
-) -> Budget:
+def make_budget(step: DeviceStep, queue: QueuedStep | None, nodes: int | Literal["auto"]) -> Budget:
     """Return the budget of a number of draft tokens, `auto` by `step_costs`, with the steps of a `queue` recorded."""
-    drafts = step.state.drafter
+    drafts, choices = step.state.drafter, choices_of(step.state.drafter)
     most = drafts.spec.max_nodes if nodes == "auto" else min(nodes, drafts.spec.max_nodes)
     if queue is not None:
         record_steps(queue, most)
     if nodes != "auto" or not most:
         return FixedBudget(most)
     return AdaptiveBudget(
-        step_costs(step, queue, drafter),
-        drafts.members or ("",),
-        withheld=drafts.withheld,
-        known=drafts.known,
+        step_costs(step, queue),
+        list(choices),
+        withheld=[place for place, one in enumerate(choices.values()) if not one.drafts],
+        known=[one.worth for one in choices.values()],
         shadows=step.verifier.lossless and queue is None,
     )
 
 
-def step_costs(step: DeviceStep, queue: QueuedStep | None, drafter: str | None) -> LatencyTable:
-    """Return the table of `measure_steps`; if it was measured here before, that of the cache folder, corrected.
-
-    A table that was measured while others used the machine is measured again once they do not.
-
-    Args:
-        drafter: Name of the drafter, for the cache; None does without. Steps that are queued are measured at each
-            start, because that also records them.
-    """
-    if drafter is None or queue is not None:
-        return measure_steps(step, queue)
-    subject = _subject(step, drafter)
-    others = devices.watch_others()
-    if (kept := load_costs(subject)) is not None:
-        table, then = kept
-        # A machine that others share is faster at one time than at another, and its memory more so than its processor.
-        # While it is slow, whatever is measured is of the others, too: what is known from a better time is corrected.
-        plain, full = (now / before for now, before in zip(_samples(step), then, strict=True))
-        if min(plain, full) > 1 / _FASTER and (table.sure or others() > _BUSY):
-            return replace(table.changed(plain, full), sure=False)
+def step_costs(step: DeviceStep, queue: QueuedStep | None) -> LatencyTable:
+    """Return the table of `measure_steps`, which is not sure where others used the machine meanwhile."""
     others = devices.watch_others()
     table = measure_steps(step, queue)
-    table = replace(table, sure=others() <= _BUSY)
-    save_costs(subject, table, _samples(step))
-    return table
-
-
-def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
-    base, state = step.base, step.state
-    return {
-        "machine": [processor(), torch.get_num_threads(), str(base.device)],
-        "versions": [torch.__version__, VERSION, source_commit()],
-        "model": [base.fingerprint, str(base.dtype), base.executor_name, base.ranks, step.packs],
-        "drafter": [drafter, asdict(state.drafter.spec), list(state.drafter.members)],
-        "verifier": step.verifier.name,
-        "state": [state.slots, state.max_length, state.cache.blocks.in_order],
-    }
-
-
-def _samples(step: DeviceStep) -> tuple[float, float]:
-    """Return the seconds of a plain step of one row, which memory decides, and of one with the largest tree."""
-    # Of one row: many rows read much of the KV cache, and where nothing was written yet, that is faster than later.
-    state, length, most = step.state, _probed_length(step.state), step.state.drafter.spec.max_nodes
-    state.reserve(0, length + 1)
-    works = [partial(_forward, step, None, nodes, length) for nodes in (0, most)]
-    # In turn: what else runs on the machine had better not meet one of them alone.
-    rounds = [[_least_seconds(step, None, work) for work in works] for _ in range(_SAMPLE_ROUNDS)]
-    state.forget()
-    plain, full = map(min, zip(*rounds, strict=True))
-    return plain, full
+    return replace(table, sure=queue is not None or others() <= _BUSY)
 
 
 @torch.inference_mode()
@@ -323,19 +173,17 @@ def measure_steps(step: DeviceStep, queue: QueuedStep | None) -> LatencyTable:
     # Steps are queued on a GPU, which verifies three draft tokens as fast as one.
     few = () if queue is None else (1, 2)
     counts = sorted({count for count in NODE_COUNTS if count < most and count not in few} | {most})
-    others = range(1, len(state.drafter.members))
+    others = range(1, len(step.choices))
     try:
         generate_texts(step)
         depth = state.drafter.spec.max_depth
         table = measure_latency(partial(_probe, step, queue), batch_sizes(state.slots), counts, depth)
-        table = with_load_costs(step, queue, table, _probed_length(state))
         drafts = [table.draft[0], *(_measure_drafts(step, queue, table, member) for member in others)]
     except torch.OutOfMemoryError as error:
         raise LoadError(
             f"{state.slots} slots with trees of {most} nodes do not fit into the memory beside {step.base.name}: "
             "lower max_num_seqs or num_draft_tokens"
         ) from error
-    state.drafter.select(0)
     state.forget()
     return replace(table, draft=np.stack(drafts))
 
@@ -343,7 +191,6 @@ def measure_steps(step: DeviceStep, queue: QueuedStep | None) -> LatencyTable:
 def _measure_drafts(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, member: int) -> Floats:
     state, length, draft = step.state, _probed_length(step.state), np.zeros_like(table.verify)
     runs = _DRAFT_RUNS if queue is None else _UNTIL_RECORDED + 1
-    state.drafter.select(member)
     state.lengths.fill_(length)
     for place, rows in enumerate(int(batch) for batch in table.batches):
         context = state.context([length] * rows)
@@ -353,7 +200,7 @@ def _measure_drafts(step: DeviceStep, queue: QueuedStep | None, table: LatencyTa
                 draft[place, column:] = draft[place, column - 1]
                 break
             work = partial((queue or step).draft, context, Ask(nodes, 1 / (nodes + 1), member))
-            state.drafter.prepare(context)
+            step.choices[member].prepare(context)
             draft[place, column] = min(timed(step.base.device, work)[1] for _ in range(runs))
     return draft
 

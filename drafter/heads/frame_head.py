@@ -199,6 +199,7 @@ class FrameDrafter(Drafter):
             nodes, depth, head.hidden_layers, bounded=reader.bounded, bytes_per_token=reader.bytes_per_token
         )
         self._head, self._base, self._tree, self._search = head, base, tree, head.prepared_search(base, tree)
+        self._weights = base.weights_version
 
     def open(self, loan: Loan) -> None:
         self._times = loan.times
@@ -206,9 +207,13 @@ class FrameDrafter(Drafter):
         self.slots = self._reader.slots
 
     def prepare(self, context: DraftContext) -> None:
+        if self._weights != self._base.weights_version:
+            self._weights = self._base.weights_version
+            self._derive_again()
         self._reader.prepare(context)
 
-    def target_changed(self) -> None:
+    def _derive_again(self) -> None:
+        """Make again, in place, what was derived from the target model, whose weights have changed in place."""
         if self._head.vocabulary is not None:
             self._head.vocabulary.borrow_again(self._base)
         self._head.weights_changed(self._base)

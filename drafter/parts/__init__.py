@@ -1,1 +1,1 @@
-"""Parts of rows: what a guide, images, log-probabilities, a learner and the text of an output add to them."""
+"""Parts of rows: what guides, devices, images, log-probabilities, learners and the text of an output add to them."""

@@ -57,6 +57,8 @@ class RowPart:
     """The row's prompt has forwards of its own."""
     alone: bool = False
     """Nothing may be copied for the row from others."""
+    waits: bool = False
+    """The row's next draft tree passes through the host, which has to know all tokens so far."""
     features: Features | None = None
     """What the target model gets of the prompt in place of its tokens, while it is read."""
     borders: Borders | None = None
@@ -76,6 +78,10 @@ class RowPart:
     def after_reading(self, start: int, found: list[TokenLogprob]) -> None:
         """Take the log-probabilities of the tokens after place `start` of the row's text, if it wants those."""
 
+    def brought(self, row: Row) -> RowDrafts | None:
+        """Return a draft that comes from elsewhere: it is verified in place of a drafter's, whatever a budget plans."""
+        return None
+
     def after_token(self, row: Row) -> Literal["stop", "refused"] | None:
         """Take the newest token of the output: the output ends with it, or may not have it."""
 
@@ -92,6 +98,8 @@ class RowPart:
 
 class Steering(RowPart, ABC):
     """A part that says which tokens may come, and so changes what is drafted. A row has at most one."""
+
+    waits = True
 
     @abstractmethod
     def before_step(self, drafts: RowDrafts, depth: int) -> tuple[RowDrafts, int]:

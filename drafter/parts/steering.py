@@ -30,7 +30,12 @@ def _rows(tree: TokenTree) -> Iterator[RowDrafts]:
 
 
 def steered(
-    tree: TokenTree, steering: Sequence[Steering | None], most: int, size: int, depth: int
+    tree: TokenTree,
+    steering: Sequence[Steering | None],
+    most: int,
+    size: int,
+    depth: int,
+    brought: Sequence[RowDrafts | None] | None = None,
 ) -> tuple[TokenTree, list[int]]:
     """Return the trees of what may come, and the number of forced tokens at the start of each, which come first.
 
@@ -38,12 +43,19 @@ def steered(
         tree: `[B, N]`, on the host; rows without steering stay as they are, up to `most` draft tokens.
         most: Draft tokens of a row beside those that are forced at its start.
         size: Draft tokens of a row at most, and `depth` the deepest.
+        brought: `[B]` what rows have from elsewhere in place of their trees, all of it.
     """
-    rows, forced = [], []
-    for drafts, part in zip(_rows(tree), steering, strict=True):
+    rows, forced, sizes = [], [], []
+    brought = brought or [None] * len(steering)
+    for own, other, part in zip(_rows(tree), brought, steering, strict=True):
+        drafts, rest, room = own, most, size
+        if other is not None:
+            drafts, rest = other, len(other.tokens)
+            room = max(size, rest)
         drafts, begun = (drafts, 0) if part is None else part.before_step(drafts, depth)
         rows.append(drafts)
-        forced.append(min(begun, size))
+        forced.append(min(begun, room))
+        sizes.append(1 + min(len(drafts.tokens), forced[-1] + rest, room))
     width = max(len(drafts.tokens) for drafts in rows)
     tokens, parents, depths, log_probs = (  # one tensor of all rows: making many, as `pad_sequence` needs, takes longer
         torch.tensor([[*one, *[missing] * (width - len(one))] for one in values], dtype=like.dtype)
@@ -54,22 +66,21 @@ def steered(
             strict=True,
         )
     )
-    sizes = [1 + min(len(drafts.tokens), begun + most, size) for drafts, begun in zip(rows, forced, strict=True)]
     made = from_nodes(tree.tokens[:, 0], tokens, parents, depths, log_probs, 1 + width)
     return made.trimmed(torch.tensor(sizes)), forced
 
 
 def steered_drafts(
-    tree: TokenTree, steering: Sequence[Steering | None], ask: Ask, spec: DraftSpec
+    tree: TokenTree, brought: Sequence[RowDrafts | None], steering: Sequence[Steering | None], ask: Ask, spec: DraftSpec
 ) -> tuple[TokenTree, list[int]] | None:
-    """Return what `steered` does, of trees that a drafter was asked for; None where no row is steered.
+    """Return what `steered` does, of trees that a drafter was asked for; None where no row needs it.
 
     Rows of the trees beyond those of `steering` are padding, and left out.
     """
-    size = ask.most if ask.fixed else spec.largest
-    if not size or not any(steering):
+    size = ask.nodes if ask.fixed else spec.max_nodes
+    if not (any(brought) or (size and any(steering))):
         return None
-    return steered(on_host(tree, len(steering)), steering, ask.most, size, spec.max_depth)
+    return steered(on_host(tree, len(steering)), steering, ask.nodes, size, spec.max_depth, brought)
 
 
 def on_host(tree: TokenTree, rows: int) -> TokenTree:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.errors import EngineError, one_line
-from drafter.images.loading import load_with_processor
+from drafter.images.loading import Eyes
 from drafter.ranks.messages import EMBEDDING, FIRST_CACHE, HEAD, MODEL, Place, Witness, receive
 from drafter.ranks.processes import READY, Share
 from drafter.target_model.cache import TargetCache
+from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 
 
@@ -36,7 +37,7 @@ def main(descriptor: int) -> None:
         assert isinstance(share, Share)
         connection.send_bytes(READY.encode())
         share.join()
-        base, _ = load_with_processor(name, ranks=share.size, **loading)
+        base = load_base(name, eyes=Eyes(), ranks=share.size, **loading)
         Follower(base, share.rank).follow(connection.recv_bytes)
     except Exception as error:
         said = one_line(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {one_line(error)}"

@@ -19,14 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from drafter.errors import LoadError, one_line
 from drafter.gguf_files import gguf_file
-from drafter.images.loading import load_with_processor
-from drafter.images.processor import ImageProcessor
 from drafter.ranks.messages import EMBEDDING, FIRST_CACHE, HEAD, MODEL, Call, Message, Place, Witness, send
 from drafter.ranks.processes import Ranks
 from drafter.target_model.architecture import state_layers
 from drafter.target_model.cache import Blocks, TargetCache
 from drafter.target_model.formats import scheme_name, scheme_of
-from drafter.target_model.loading import load_config
+from drafter.target_model.loading import Example, load_base, load_config
 from drafter.target_model.model import BaseModel
 
 T = TypeVar("T")
@@ -48,18 +46,19 @@ def load_on_ranks(
     device_map: str | Mapping[str, Any] | None = None,
     adapter: str | Path | None = None,
     dequantize: bool = False,
+    eyes: Example | None = None,
     on_stage: Callable[[str], None],
     **loading: Any,
-) -> tuple[BaseModel, ImageProcessor | None]:
+) -> BaseModel:
     """Load a model in this process, or start the other `size` - 1 ranks and load it together with them.
 
     Raises:
-        LoadError: As `load_with_processor`, or the model or a setting does not go with several ranks.
+        LoadError: As `load_base`, or the model or a setting does not go with several ranks.
     """
     on_each: dict[str, Any] = {"device": device, **loading}
     alone: dict[str, Any] = {"device_map": device_map, "adapter": adapter, "dequantize": dequantize}
     if size == 1:
-        return load_with_processor(name, on_stage=on_stage, **on_each, **alone)
+        return load_base(name, eyes=eyes, on_stage=on_stage, **on_each, **alone)
     if given := [setting for setting, value in alone.items() if value not in (None, False)]:
         raise LoadError(f"{given[0]} and tensor_parallel_size {size} do not go together: leave one of them out")
     name = os.path.expanduser(name)
@@ -67,7 +66,7 @@ def load_on_ranks(
     on_stage(f"starting {size - 1} more {'process' if size == 2 else 'processes'} for the model")
     ranks = Ranks(size, name, device, on_each)
     try:
-        base, processor = load_with_processor(name, ranks=size, on_stage=on_stage, **on_each)
+        base = load_base(name, eyes=eyes, ranks=size, on_stage=on_stage, **on_each)
     except Exception as error:
         failure = str(ranks.failure(error))
         ranks.close()
@@ -77,7 +76,7 @@ def load_on_ranks(
         raise LoadError(f"model {name!r} cannot be split among {size} processes: {failure}") from error
     base.others = ranks
     refuse_split_eyes(base)
-    return Leader(ranks, base).base, processor
+    return Leader(ranks, base).base
 
 
 def _refuse_whole(name: str, size: int, *, trust_remote_code: bool) -> None:

@@ -91,7 +91,7 @@ class Ranks:
         size: Number of ranks.
         name: Of the model.
         device: As for `load_base`.
-        loading: What else each rank gives `load_with_processor`.
+        loading: What else each rank gives `load_base`.
 
     Raises:
         LoadError: There are fewer GPUs than ranks, or this process is a rank of something else.

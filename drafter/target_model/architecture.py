@@ -89,8 +89,12 @@ def refuse_unsupported(name: str, config: Any) -> None:
 
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that makes the whole model of a configuration: with its eyes, if it has some."""
-    sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
+def sees(config: Any) -> bool:
+    """Return whether a model of this configuration has a vision tower."""
+    return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def decoder_of(model: Any) -> nn.Module:

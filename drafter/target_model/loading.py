@@ -9,15 +9,16 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import GgufConfig
 
-from drafter.errors import LoadError, first_line, one_line
+from drafter.errors import LoadError, RequestError, first_line, one_line
 from drafter.gguf_files import gguf_file, metadata_read_once, pretrained
 from drafter.hub import not_found
 from drafter.prompt import Prompt
@@ -27,6 +28,7 @@ from drafter.target_model.architecture import (
     auto_class,
     make_model,
     refuse_unsupported,
+    sees,
     target_fingerprint,
 )
 from drafter.target_model.formats import (
@@ -54,6 +56,12 @@ _DEVICES = ("cpu", "cuda", "meta")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+class Example(Protocol):
+    """Makes a prompt with an image, by the processor of a model that sees; raises `LoadError` or `RequestError`."""
+
+    def __call__(self, name: str, *, trust_remote_code: bool) -> Prompt: ...
+
+
 def load_base(
     name_or_path: str | Path,
     *,
@@ -64,7 +72,7 @@ def load_base(
     generation_config: Literal["auto", "ignore"] = "auto",
     adapter: str | Path | None = None,
     dequantize: bool = False,
-    example: Prompt | None = None,
+    eyes: Example | None = None,
     ranks: int = 1,
     on_stage: Callable[[str], None] = logger.info,
 ) -> BaseModel:
@@ -79,7 +87,7 @@ def load_base(
             end-of-sequence tokens stay.
         adapter: A LoRA adapter that is merged into the weights: folder or hub id.
         dequantize: Load quantised weights as floating-point numbers of `dtype`.
-        example: A prompt with an image, if such prompts are to be read; see `BaseModel`.
+        eyes: Asked only for a model with a vision tower; see `BaseModel`. Without it, no images are read.
         ranks: Processes that have joined (`torch.distributed`) and load a part of the model each, at the same time.
         on_stage: Called with a message before the proof, which may take longer than reading the weights.
 
@@ -104,8 +112,11 @@ def load_base(
             stored = None if (scheme := scheme_of(config)) is None else scheme_name(scheme)
         if device_map is not None:
             kwargs["device_map"] = device_map
-        if ranks > 1:
+        elif ranks > 1:
             kwargs["distributed_config"] = DistributedConfig(tp_size=ranks)
+        elif target.type == "cuda" and is_accelerate_available():
+            # Weights go to a GPU as they are read: the host need not hold those of all engines of a node.
+            kwargs["device_map"] = {"": target}
         # The fused kernels cannot cap attention scores.
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             kwargs["attn_implementation"] = "eager"
@@ -124,8 +135,17 @@ def load_base(
     if adapter is not None:
         before, weights = target_fingerprint(model), f"{weights}, with the adapter {adapter} merged"
         model = merge_adapter(name, model, str(adapter))
+    example, blind = None, ""
+    if eyes is not None and gguf is None and sees(config):  # GGUF files have the part of a model that reads text
+        try:
+            example = eyes(name, trust_remote_code=trust_remote_code)
+        except (LoadError, RequestError) as reason:
+            blind = f"{name} reads text alone here: {reason}"
+            logger.warning(blind)
     on_stage("proving that draft trees have the model's own logits")
-    return BaseModel(model, name, example=example, weights=weights, before_adapter=before, ranks=ranks)
+    base = BaseModel(model, name, example=example, weights=weights, before_adapter=before, ranks=ranks)
+    base.blind = blind or base.blind
+    return base
 
 
 def _read(name: str, load: Callable[..., Any]) -> Any:

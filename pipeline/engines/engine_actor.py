@@ -174,7 +174,7 @@ class EngineActor(EngineProcess):
             return
         tags = {"run": run, "model": without_secrets(spec.model or "embedded"), "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(tags), RowMetrics(tags)
-        self._memory = MemoryFeed(engine.drafter, others, run)
+        self._memory = MemoryFeed(engine.memories, others, run)
         self._pulse = Pulse(BEAT_SECONDS, self._beat)
         self._beat()
         self._pulse.start()

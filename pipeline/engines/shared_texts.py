@@ -28,7 +28,7 @@ from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.progress.watch import Pulse
 
 if TYPE_CHECKING:  # a driver uses this module without an engine
-    from drafter.drafters.contract import Drafter
+    from drafter.drafters.contract import TextMemory
 
 _COLUMNS = ("prompt_token_ids", "token_ids")
 
@@ -135,30 +135,35 @@ class OtherTexts:
 
 
 class MemoryFeed:
-    """Adds other processes' texts to a drafter's memory, in threads."""
+    """Adds other processes' texts to the memories of an engine's drafters, in threads."""
 
     def __init__(
-        self, drafter: Drafter, others: OtherTexts, run: str, connect: Callable[[str], Any] = texts_of_node
+        self,
+        memories: Sequence[TextMemory],
+        others: OtherTexts,
+        run: str,
+        connect: Callable[[str], Any] = texts_of_node,
     ) -> None:
-        self._drafter, self._others, self._run, self._connect = drafter, others, run, connect
+        self._memories, self._others, self._run, self._connect = memories, others, run, connect
+        self._room = max((one.memory.room for one in memories), default=0)  # tokens
         self._name = uuid.uuid4().hex
         self._said = TextQueue(_UNTOLD_TOKENS)
         self._actor: Any = None
         self._pulse = Pulse(_PULSE_SECONDS, self.exchange)
 
     def start(self) -> None:
-        if self._drafter.memory.room:
+        if self._room:
             threading.Thread(target=self.refill, name="refill", daemon=True).start()
             if self._others.shared:
                 self._pulse.start()
 
     def finished(self, generation: Generation, request: Request) -> None:
-        if self._others.shared and self._drafter.memory.room:
+        if self._others.shared and self._room:
             self._said.put([[*request.prompt_ids[_after_images(request) :], *generation.token_ids]])
 
     def refill(self) -> None:
         if self._others.data is not None:
-            self._drafter.remember(earlier_texts(self._others.data, self._drafter.memory.room))
+            self._remember(earlier_texts(self._others.data, self._room))
 
     def exchange(self) -> None:
         """Send new texts, and add the others' to the memory; do nothing while the actor does not answer."""
@@ -173,4 +178,8 @@ class MemoryFeed:
             self._actor = None
             return
         if texts:
-            self._drafter.remember(texts)
+            self._remember(texts)
+
+    def _remember(self, texts: Sequence[Text]) -> None:
+        for one in self._memories:
+            one.remember(texts)

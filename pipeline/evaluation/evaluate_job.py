@@ -20,7 +20,8 @@ from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.questions import Question, QuestionError, read_questions
 from drafter.evaluation.results import RESULTS_FILE, Cell, Plan, Results, Setting, figures
 from drafter.evaluation.tables import speed_tables, with_interval, write_report
-from drafter.images.loading import load_with_processor
+from drafter.images.loading import Eyes
+from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.model_copies import model_name
@@ -172,5 +173,5 @@ def as_job_errors(mistakes: Mistakes) -> Iterator[None]:
 def load_models(model: str, loading: Mapping[str, Any], threads: int) -> tuple[BaseModel, Any]:
     """Load a target model and its tokenizer on a worker that has so many threads, or raise `LoadError`."""
     torch.set_num_threads(threads)
-    base, _ = load_with_processor(model, **loading)
+    base = load_base(model, eyes=Eyes(), **loading)
     return base, load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))

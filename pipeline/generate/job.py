@@ -41,11 +41,18 @@ from pipeline.io.files import partials
 from pipeline.io.parts import Part, StagedInput, StagedParts
 from pipeline.output.batch_results import batch_bytes, write_batch
 from pipeline.output.columns import RunTraits, columns_type, wanted_columns
-from pipeline.output.folder import take_output
+from pipeline.output.folder import OutputFolder, take_output
 from pipeline.output.lease import Lease
 from pipeline.output.part_files import commit_part, foreign_files, unify_types
 from pipeline.output.result import job_result
-from pipeline.output.summary import count_rows, read_totals, read_valid_sums, speculation_record, summarise
+from pipeline.output.summary import (
+    OutputTotals,
+    count_rows,
+    parquet_dataset,
+    read_totals,
+    speculation_record,
+    summarise,
+)
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import job_metrics
 from pipeline.progress.watch import ProgressWatch, Pulse, StatusFile, display
@@ -109,19 +116,23 @@ def generate(config: GenerateConfig) -> None:
             with lease:
                 output.delete_temporary()
         output.drop_temporary()
-        rows, errors = count_rows(output)
+        rows, errors = _rows_and_errors(output)
         found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
         print(f"nothing is left to do: {found}; they are in {without_secrets(config.output)}", flush=True)
         return
     with stopping, lease, StatusFile(output.status_file) as status:
         if take_output(config.output, output, job.meaning):
             job.save_run("running")
-        last = _finish(job, stopping, status)
+        last, totals = _finish(job, stopping, status)
     said = (job.engine_facts()[SPECULATION] or {}).get("sentences", ())
-    print(summarise(output, read_totals(output), last.tokens, last.rows, last.seconds, said), flush=True)
+    print(summarise(output, totals, last.tokens, last.rows, last.seconds, said), flush=True)
 
 
-def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
+def _rows_and_errors(output: OutputFolder) -> tuple[int, int]:
+    return count_rows(parquet_dataset(output.data)), count_rows(parquet_dataset(output.errors))
+
+
+def _finish(job: Job, stopping: Stopping, status: StatusFile) -> tuple[Progress, OutputTotals]:
     # The caller holds the lease.
     output, last = job.output, Progress()
     staged = reopen(job)
@@ -131,7 +142,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
         PartCalls(job.config.on_part, job.config.output, output).end()
     if job.config.rollout is not None:
         unify_types(output)
-    rows, errors = count_rows(output)
+    rows, errors = _rows_and_errors(output)
     if rows + errors != staged.rows:
         foreign = ", ".join(map(printable, foreign_files(output, staged.parts)[:_SHOWN]))
         raise JobError(
@@ -147,10 +158,10 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
     output.drop_temporary()
     output.unfinished.delete()
     output.told.filesystem.delete_dir_contents(output.told.path, missing_dir_ok=True)
-    sums, most = read_valid_sums(output), job.config.stop_after_valid
-    if most is not None and sums.valid < most:
-        say(f"{sums.valid} of {most} valid rows: the input has no more")
-    result = job_result(sums, errors, status.submissions, job.config.cost.per_gpu_hour)
+    totals, most = read_totals(output), job.config.stop_after_valid
+    if most is not None and totals.valid.valid < most:
+        say(f"{totals.valid.valid} of {most} valid rows: the input has no more")
+    result = job_result(totals.valid, errors, status.submissions, job.config.cost.per_gpu_hour)
     facts = job.engine_facts() | {"result": result}
     if last.choices:
         facts[SPECULATION] = speculation_record(last.choices)
@@ -158,7 +169,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
         facts[LEARNING] = asdict(last.learning)
     output.describe()
     job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **facts)
-    return last
+    return last, totals
 
 
 def _stage_and_generate(
@@ -236,7 +247,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
     base = job.engine_facts()["base_fingerprint"]
     most = job.config.stop_after_valid
-    wanted = None if most is None else most - read_valid_sums(job.output).valid
+    wanted = None if most is None else most - read_totals(job.output).valid.valid
     ledger = start_beside_driver(Ledger, unfinished, base, wanted)
     tally = _tally(job, work, unfinished)
     left = tally.total - tally.before
@@ -398,7 +409,7 @@ def _tally(job: Job, work: Work, unfinished: Sequence[SavedRow]) -> Tally:
     uncommitted, errors = {part.name for part in work.missing}, sum(part.errors for part in kept.values())
     files = [info.path for name, info in job.output.errors.parquets().items() if name not in uncommitted]
     if files:
-        errors += pyarrow.dataset.dataset(files, filesystem=job.output.root.filesystem, format="parquet").count_rows()
+        errors += count_rows(pyarrow.dataset.dataset(files, filesystem=job.output.root.filesystem, format="parquet"))
     return Tally(work.staged.rows, rows, errors, kept)
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from drafter.errors import PromptTooLongError, RequestError, shown
 from drafter.images.messages import has_images
-from drafter.many import is_tokens, plain
 from drafter.prompt import Prompt
+from drafter.prompt_kinds import is_tokens, plain
 from drafter.requests import SamplingParams
 from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.conversation import Conversation

@@ -15,6 +15,7 @@ import ray
 
 from drafter.errors import one_line
 from drafter.llm import SpeculativeLM
+from drafter.methods.learning.drafter import changing_head
 from drafter.methods.learning.rows import SampleTap
 from pipeline.progress.watch import Pulse
 
@@ -41,7 +42,7 @@ class LearningFeed:
 
     def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None]) -> None:
         assert isinstance(lm.samples, SampleTap)
-        self._engine, self._samples, self._find = lm.engine, lm.samples, find
+        self._head, self._samples, self._find = changing_head(lm.engine.drafter), lm.samples, find
         self._learner: Any | None = None
         self._call: Any = None
         self._number: int | None = None
@@ -78,7 +79,7 @@ class LearningFeed:
         weights = ray.get(reference, timeout=_ANSWER_SECONDS)
         self._number = number
         try:
-            self._engine.drafter.offer(number, weights)
+            self._head.offer(number, weights)
         except Exception as error:  # such as too little memory, or weights of another shape
             print(f"version {number} is not taken: {one_line(error)}", file=sys.stderr, flush=True)
 

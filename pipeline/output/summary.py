@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -33,36 +33,10 @@ COUNTS = ("num_output_tokens", "num_decode_steps", "num_spec_steps", "num_draft_
 """Columns of a row's counts; `acceptance_histogram` comes with them."""
 RECORDS = ("num_output_tokens", "valid", "num_forced_tokens")
 """Columns of which `records_of` are sums. An output without all of them has no records; a `valid` is its input's."""
+_BATCH_ROWS = 1 << 16
 _BAR = 40
 _LONG = 100.0  # seconds from which tenths are not shown
 _ALIKE = 0.995  # relative speed from which a member counts as equally fast
-
-
-@dataclass(frozen=True)
-class OutputTotals:
-    rows: int
-    errors: int
-    counts: DecodeCounts
-    records: RecordSums = field(default_factory=RecordSums)
-
-
-def read_totals(output: OutputFolder) -> OutputTotals:
-    rows = parquet_dataset(output.data)
-    columns = dict.fromkeys([*COUNTS, "acceptance_histogram", *record_columns(rows)])
-    counts, records = DecodeCounts(), RecordSums()
-    for batch in rows.to_batches(columns=list(columns)):
-        table = pa.Table.from_batches([batch])
-        counts, records = total([counts, counts_of(table)]), records.plus(records_of(table))
-    return OutputTotals(*count_rows(output), counts, records)
-
-
-def count_rows(output: OutputFolder) -> tuple[int, int]:
-    """Return the numbers of finished rows and of errors."""
-    return parquet_dataset(output.data).count_rows(), parquet_dataset(output.errors).count_rows()
-
-
-def parquet_dataset(folder: Location) -> pyarrow.dataset.Dataset:
-    return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
 
 
 def counts_of(table: pa.Table) -> DecodeCounts:
@@ -109,6 +83,62 @@ class ValidSums:
         return ValidSums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
+@dataclass(frozen=True)
+class OutputTotals:
+    """Sums over an output; `errors` are rows that failed, and all others are of finished rows."""
+
+    rows: int = 0
+    errors: int = 0
+    counts: DecodeCounts = field(default_factory=DecodeCounts)
+    records: RecordSums = field(default_factory=RecordSums)
+    valid: ValidSums = field(default_factory=ValidSums)
+
+
+def read_totals(output: OutputFolder) -> OutputTotals:
+    """Sum over all committed parts."""
+    errors = count_rows(parquet_dataset(output.errors))
+    if not output.data.parquets():
+        return OutputTotals(errors=errors)
+    dataset = parquet_dataset(output.data)
+    columns = dict.fromkeys([*COUNTS, "acceptance_histogram", "finish_reason", *record_columns(dataset)])
+    rows, counts, records, valid = 0, DecodeCounts(), RecordSums(), ValidSums()
+    for table in read_tables(dataset, list(columns)):
+        rows, counts = rows + table.num_rows, total([counts, counts_of(table)])
+        records, valid = records.plus(records_of(table)), valid.plus(valid_sums(table))
+    return OutputTotals(rows, errors, counts, records, valid)
+
+
+def parquet_dataset(folder: Location) -> pyarrow.dataset.Dataset:
+    return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
+
+
+def read_batches(
+    rows: pyarrow.dataset.Dataset, columns: Sequence[str] | None, batch_size: int = _BATCH_ROWS
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a dataset in batches, none of which spans two files; `columns` None reads all.
+
+    Arrow would keep each file's footer, which takes 130 kB of memory: gigabytes for tens of thousands of parts.
+    """
+    names = None if columns is None else list(columns)
+    return iter(rows.to_batches(columns=names, batch_size=batch_size, cache_metadata=False))
+
+
+def read_tables(rows: pyarrow.dataset.Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield the rows of a dataset in tables of about `_BATCH_ROWS`: many outputs have many small files."""
+    held: list[pa.RecordBatch] = []
+    for batch in read_batches(rows, columns):
+        held.append(batch)
+        if sum(one.num_rows for one in held) >= _BATCH_ROWS:
+            yield pa.Table.from_batches(held)
+            held = []
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def count_rows(rows: pyarrow.dataset.Dataset) -> int:
+    return sum(batch.num_rows for batch in read_batches(rows, []))  # the dataset's own count keeps footers, too
+
+
 def valid_sums(table: pa.Table) -> ValidSums:
     """Sum over finished rows with `num_output_tokens`, `finish_reason` and `record_columns`; see `is_valid`."""
     valid = pc.equal(table["finish_reason"], "stop")
@@ -117,16 +147,6 @@ def valid_sums(table: pa.Table) -> ValidSums:
     tokens, rows = pc.sum(table["num_output_tokens"]).as_py() or 0, pc.sum(valid).as_py() or 0
     inside = pc.sum(table["num_output_tokens"].filter(valid)).as_py() or 0
     return ValidSums(rows, table.num_rows - rows, inside, tokens - inside)
-
-
-def read_valid_sums(output: OutputFolder) -> ValidSums:
-    """Return the sums over the rows of committed parts."""
-    if not output.data.parquets():
-        return ValidSums()
-    rows = parquet_dataset(output.data)
-    names = dict.fromkeys(["num_output_tokens", "finish_reason", *record_columns(rows)])
-    tables = (pa.Table.from_batches([batch]) for batch in rows.to_batches(columns=list(names)))
-    return reduce(ValidSums.plus, map(valid_sums, tables), ValidSums())
 
 
 def summarise(

@@ -26,13 +26,14 @@ from pipeline.output.summary import (
     ValidSums,
     counts_of,
     parquet_dataset,
+    read_batches,
+    read_tables,
     record_columns,
     records_of,
     valid_sums,
 )
 
 Row = dict[str, Any]
-_BATCH_ROWS = 1 << 16
 _ROWS_AT_ONCE = 1024  # the same where rows become Python objects
 _COLUMNS = (
     "request_id",
@@ -99,8 +100,7 @@ def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row
 
     Raises `InputError` if there are none, or they cannot be read.
     """
-    names = None if columns is None else list(columns)
-    batches = open_rows(output).to_batches(columns=names, batch_size=_ROWS_AT_ONCE)
+    batches = read_batches(open_rows(output), columns, _ROWS_AT_ONCE)
     while True:
         try:
             batch = next(batches, None)
@@ -160,7 +160,7 @@ def read_rows(
     result = RowSummary()
     keys: list[tuple[int, str, str]] = []
     some = [*({_LENIENT} & set(dataset.schema.names)), *record_columns(dataset)]
-    for table in _tables(dataset, list(dict.fromkeys([*_COLUMNS, *some, *filter(None, [category])]))):
+    for table in read_tables(dataset, list(dict.fromkeys([*_COLUMNS, *some, *filter(None, [category]), "__filename"]))):
         ids = table["request_id"].to_pylist()
         _add_counts(result, table)
         if category is not None:
@@ -173,18 +173,6 @@ def read_rows(
         keys = nsmallest(drawn, [*keys, *named])
     result.drawn = {name: file for _, name, file in keys}
     return result
-
-
-def _tables(dataset: pyarrow.dataset.Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield the rows with their file's name, in tables of about `_BATCH_ROWS`: many outputs have many small files."""
-    held: list[pa.RecordBatch] = []
-    for batch in dataset.to_batches(columns=[*columns, "__filename"], batch_size=_BATCH_ROWS):
-        held.append(batch)
-        if sum(one.num_rows for one in held) >= _BATCH_ROWS:
-            yield pa.Table.from_batches(held)
-            held = []
-    if held:
-        yield pa.Table.from_batches(held)
 
 
 def _add_counts(result: RowSummary, table: pa.Table) -> None:
@@ -247,7 +235,7 @@ def read_errors(output: OutputFolder, each: int) -> ErrorSummary:
     if not output.errors.parquets():
         return result
     columns = ["request_id", "error_type", "message", "input"]
-    for batch in parquet_dataset(output.errors).to_batches(columns=columns, batch_size=_BATCH_ROWS):
+    for batch in read_batches(parquet_dataset(output.errors), columns):
         kinds = batch["error_type"]
         for kind in kinds.unique().to_pylist():
             of_kind = batch.filter(pc.equal(kinds, kind))

@@ -36,7 +36,7 @@ from pipeline.serving import openapi
 from pipeline.serving.answering import Answering, no_model
 from pipeline.serving.batches import add_batches
 from pipeline.serving.config import EdgeConfig, KeyRule, LimitsConfig, ServingLearning
-from pipeline.serving.connections import Connections, LoopbackHosts, read_body
+from pipeline.serving.connections import Connections
 from pipeline.serving.edge import EdgeRoute
 from pipeline.serving.handles import (
     Answer,
@@ -48,6 +48,7 @@ from pipeline.serving.handles import (
     unavailable,
 )
 from pipeline.serving.keys import Agreement, read_agreement, read_keys
+from pipeline.serving.request_checks import LoopbackHosts, read_body
 
 _MESSAGES = {404: "There is nothing at this address.", 405: "This address does not take this method."}
 _PAGE_HEADERS = {  # a browser may run the page's own script and style and ask this server only; none can frame it

@@ -19,8 +19,9 @@ from pipeline.batches.runner import Batches
 from pipeline.batches.uploads import boundary_of, read_form
 from pipeline.openai.errors import OpenAIError, bad_request, can_only_be, invalid, missing, not_supported, parse_json
 from pipeline.serving.answering import PARSERS
-from pipeline.serving.connections import FILES, Connections, read_body
+from pipeline.serving.connections import FILES, Connections
 from pipeline.serving.openapi import FORM, NEW_BATCH, BatchList, FileList, described
+from pipeline.serving.request_checks import read_body
 
 _BODY_BYTES = 64 << 10  # of the request that begins a batch
 _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # OpenAI's

@@ -29,9 +29,10 @@ from tensorboardX.summary import scalar
 from drafter.errors import LoadError, TrainingError, one_line
 from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead, Provenance
-from drafter.images.loading import load_with_processor
+from drafter.images.loading import Eyes
 from drafter.images.processor import ImageProcessor
 from drafter.prompt import Prompt
+from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 from drafter.training.loop import StepDone, TrainingStep, train, training_layers
 from drafter.training.targets import simulated_beta
@@ -317,15 +318,17 @@ def load_task_base(task: WorkerTask, device: torch.device) -> tuple[BaseModel, I
     """
     config = task.config
     half = config.training.precision == "bf16" and device.type != "cpu"
-    base, processor = load_with_processor(
+    eyes = Eyes()
+    base = load_base(
         task.model,
         dtype=torch.bfloat16 if half else torch.float32,
         device="cpu" if config.sharding.zero_stage == 3 else device,
         trust_remote_code=config.trust_remote_code,
+        eyes=eyes,
     )
     if task.base_fingerprint != base.fingerprint:
         raise InputError(
             f"input was made by another target model (fingerprint {task.base_fingerprint}) than {base.name} "
             f"({base.fingerprint}): a head learns from its own target model's answers; distil with this target model"
         )
-    return base, processor
+    return base, eyes.processor

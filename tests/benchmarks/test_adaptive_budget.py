@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.budget_constants import TABLE, World, table_of
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
+from drafter.budget.contract import ScoredTrees, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, MeasuredWorth
 from drafter.statistics import PLAIN
 from tests.support.marks import slow_but_tuples
@@ -122,7 +122,7 @@ def test_of_a_number_of_draft_tokens_that_was_never_tried_its_neighbours_tell() 
     world = World([0.0], real=replace(TABLE, verify=3 * TABLE.verify))
     budget = world.budget(known=[MeasuredWorth((3, 7), (0.0, 0.0))])
     for _ in range(40):
-        world.step(budget, StepLoad(1))
+        world.step(budget, 1)
     assert not any(ask.nodes for ask in world.asked)
     band = budget.bands[0]
     assert band.slower[0] > 2
@@ -156,33 +156,18 @@ def test_plain_steps_that_tell_what_they_take_cost_little_where_drafting_pays() 
     assert 24 <= sum(not ask.nodes for ask in world.asked) <= 48
 
 
-def test_the_load_of_a_step_decides_whether_drafting_pays() -> None:
-    """A tree costs attention to a long text for each node, and a choice at each level where all levels choose."""
-    dear = replace(TABLE, longer=np.array([0.0, 0.01, 0.02, 0.04]), choosing={"filtered": np.array([2.0, 2.0])})
-    world = World([0.7], table=replace(dear, choices=np.array([1.0, 4.0, 8.0, 16.0])))
+def test_of_a_step_without_a_time_what_was_learnt_tells() -> None:
+    """All takes twice as long as the table says."""
+    world = World([0.0], real=replace(TABLE, verify=2 * TABLE.verify))
     budget = world.budget()
-    world.run(budget, 1, 300)
-    asked = [budget.plan(load).nodes for load in (StepLoad(1), StepLoad(1, 5000.0), StepLoad(1, 0.0, "filtered"))]
-    assert asked[0] > 0
-    assert asked[1:] == [0, 0]
-
-
-def test_costs_that_are_learnt_at_one_load_hold_at_others() -> None:
-    """All takes twice as long as the table says, at whatever length."""
-    said = replace(TABLE, longer=np.array([0.1] * 4))
-    world = World([0.0], table=said, real=replace(said, verify=2 * TABLE.verify, longer=np.array([0.2] * 4)))
-    budget = world.budget()
-    for length in (0.0, 50.0) * 300:
-        world.step(budget, StepLoad(1, length))
-    for length in (0.0, 50.0) * 20:
-        world.step(budget, StepLoad(1, length))
+    for _ in range(600):
+        world.step(budget, 1)
     (choice,) = budget.choices()
     assert choice.sums.plain > 300
-    load = StepLoad(1, 20.0)
-    observed = replace(StepObservation(load, Ask(0), 1), seconds=None)
+    observed = StepObservation(1, Ask(0), 1)
     before = choice.sums.seconds
     budget.observe(observed)
-    assert budget.choices()[0].sums.seconds - before == pytest.approx(2 * (1.0 + 20 * 0.1), rel=0.02)
+    assert budget.choices()[0].sums.seconds - before == pytest.approx(2.0, rel=0.02)
     # A step that forced tokens have made shorter is no plain one, though no tree was asked for.
     before_it = budget.choices()[0].sums
     budget.observe(replace(observed, tokens=3))
@@ -194,8 +179,8 @@ def test_costs_that_are_learnt_at_one_load_hold_at_others() -> None:
 @given(rows=st.integers(1, 9))
 def test_planning_changes_nothing(rows: int, shadows: bool) -> None:
     budget = World([0.5, 0.5], table=table_of([0.1, 0.2])).budget(shadows=shadows)
-    asked = budget.plan(StepLoad(rows))
-    assert budget.plan(StepLoad(rows)) == asked
+    asked = budget.plan(rows)
+    assert budget.plan(rows) == asked
     drafted = asked.shadow or asked
     assert drafted.least_probability == 1 / (drafted.nodes + 1)
 
@@ -204,9 +189,9 @@ def test_one_step_that_was_held_up_changes_little() -> None:
     world = World([0.8])
     budget = world.budget()
     world.run(budget, 1, 100)
-    ask = budget.plan(StepLoad(1))
+    ask = budget.plan(1)
     nothing = ScoredTrees(0, np.array([ask.nodes]), np.zeros((1, ask.nodes), bool))
-    budget.observe(StepObservation(StepLoad(1), ask, 1, nothing, StepSeconds(100.0, 50.0, 50.0)))
+    budget.observe(StepObservation(1, ask, 1, nothing, StepSeconds(100.0, 50.0, 50.0)))
     world.run(budget, 1, 50)
     assert all(ask.nodes for ask in world.asked)
 
@@ -284,7 +269,7 @@ def test_a_drafter_that_lies_is_slow_or_changes_costs_two_percent(rows: int, cha
         tokens = seconds = 0.0
         for _ in range(1000):
             change(world)
-            made, taken = world.step(budget, StepLoad(rows))
+            made, taken = world.step(budget, rows)
             tokens, seconds = tokens + made, seconds + taken
         plain = tokens * world.plain_seconds(rows)
         lost, total, gained = lost + max(seconds - plain, 0.0), total + seconds, gained or plain > 1.2 * seconds
@@ -327,10 +312,10 @@ def test_what_is_known_of_one_batch_size_holds_at_another() -> None:
 def test_what_was_measured_before_decides_the_first_step() -> None:
     world = World([0.8, 0.8], table_of([0.1, 0.1]))
     worth = MeasuredWorth((3, 7), (1.9, 3.0))
-    first = world.budget(known=(None, worth)).plan(StepLoad(8))
+    first = world.budget(known=(None, worth)).plan(8)
     assert (first.nodes > 0, first.member) == (True, 1)
     worthless = MeasuredWorth((3, 7), (0.1, 0.1))
-    assert world.budget(known=(worthless, worthless)).plan(StepLoad(8)).nodes == 0
+    assert world.budget(known=(worthless, worthless)).plan(8).nodes == 0
 
 
 @settings(max_examples=10, derandomize=True)  # chance may always be worse once

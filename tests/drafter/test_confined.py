@@ -12,6 +12,7 @@ import pytest
 
 from drafter.confined import BoundError, Bounds, Confined
 
+pytestmark = pytest.mark.usefixtures("started_preparations")
 ROOMY = Bounds(256 << 20, 30.0)
 
 

@@ -25,7 +25,7 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.handle import Handle
 from drafter.llm import Prompt
-from drafter.many import as_chat
+from drafter.prompt_kinds import as_chat
 from drafter.requests import TokenDelta
 from drafter.target_model.model import BaseModel
 from drafter.text.conversation import Conversation

@@ -14,6 +14,7 @@ import pytest
 from drafter.plugins import methods
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
 PACKAGES = ("drafter", "pipeline", "jobs")
 WITHOUT = (
     f"""
@@ -76,7 +77,6 @@ for name, added in json.loads(sys.argv[3]).items():
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", [pytest.param(True, id="learning"), pytest.param(False, id="others")])
 def test_a_method_can_be_deleted(first: bool, tmp_path: Path) -> None:
     added = {
@@ -89,7 +89,6 @@ def test_a_method_can_be_deleted(first: bool, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["cacheback", "ngram"])  # one that `auto` has here, and one that it has on a GPU
 def test_a_job_runs_without_a_method(method: str, tmp_path: Path) -> None:
     for package in PACKAGES:

@@ -16,7 +16,6 @@ from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verif
 from drafter.acceptance.guide import Guides
 from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan, PlainDecoding
-from drafter.drafters.late import LateDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.slots import SlotObjects, SlotTensors
 from drafter.engine.config import EngineConfig
@@ -37,7 +36,6 @@ from tests.support.models import (
     AdversarialDrafter,
     SpellingTokenizer,
     base_of,
-    engine_of,
     finish,
     random_prompts,
     tokens_of,
@@ -231,13 +229,18 @@ Draft = tuple[list[int], list[int], int]
 
 
 def decode_with_late_drafts(
-    drafter: Drafter, requests: list[Request], made: Callable[[int, int], Draft], *, parks: bool = False
+    requests: list[Request],
+    made: Callable[[int, int], Draft],
+    drafter: Drafter | None = None,
+    *,
+    parks: bool = False,
 ) -> list[Generation]:
     """Bring `made(row, output tokens)` from another thread, each after the step that its text was made before.
 
     With `parks`, rows wait for it in that step; there are slots for them, as a row without one has no drafts.
     """
-    engine = engine_of(base_of("llama"), drafter, max_num_seqs=6 if parks else 3, num_draft_tokens=6, max_model_len=96)
+    config = EngineConfig(max_num_seqs=6 if parks else 3, num_draft_tokens=6, max_model_len=96)
+    engine = Engine(base_of("llama"), drafter or PlainDecoding(), SpellingTokenizer(), config, brought=6)
     handles = [engine.submit(request) for request in requests]
     mail = queue.Queue[tuple[Handle, Draft] | None]()
 
@@ -265,8 +268,8 @@ def decode_with_late_drafts(
     return [handle.result(0) for handle in handles]
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_drafts_come_late_from_another_thread(merged: bool) -> None:
+@pytest.mark.parametrize("drafter", [None, AdversarialDrafter(0, nodes=3)], ids=["plain", "beside drafts"])
+def test_drafts_come_late_from_another_thread(drafter: Drafter | None) -> None:
     requests = requests_of(8)
     plain = decode(base_of("llama"), PlainDecoding(), requests)
 
@@ -276,12 +279,11 @@ def test_drafts_come_late_from_another_thread(merged: bool) -> None:
         tokens, parents = [*right, (right[-1] + 1) % 97], [place - 1 for place in range(len(right))]
         return tokens, [*parents, min(len(right), 2) - 2], at
 
-    drafter: Drafter = MergedDrafter(LateDrafter(6), AdversarialDrafter(0, nodes=3)) if merged else LateDrafter(6)
-    found = decode_with_late_drafts(drafter, requests, made)
+    found = decode_with_late_drafts(requests, made, drafter)
     check_identity(found, plain)
     # The first of four tokens has come by then, so up to three are left.
     assert all(one.counts.num_decode_steps <= 4 + len(one.token_ids) / 3 for one in found)
-    if not merged:
+    if drafter is None:
         assert all(step <= 3 for one in found for step in one.counts.per_step_accepted)
 
 
@@ -293,7 +295,7 @@ def test_parked_rows_wait_for_their_drafts() -> None:
         right = plain[row].token_ids[at : at + 4]
         return right, [place - 1 for place in range(len(right))], at
 
-    found = decode_with_late_drafts(LateDrafter(6), requests, made, parks=True)
+    found = decode_with_late_drafts(requests, made, parks=True)
     check_identity(found, plain)
     # All but the first two steps, and the last, have four draft tokens and one more.
     assert all(one.counts.num_decode_steps <= 3 + len(one.token_ids) / 5 for one in found)
@@ -308,14 +310,14 @@ def test_late_drafts_of_another_text_are_dropped() -> None:
         drafts = ([(token + 1) % 97, token], [-1, 0], at), ([token], [-1], at), ([token], [-1], at + 9)
         return drafts[row % 3]  # of another token; of the next one alone; after tokens that have not come
 
-    found = decode_with_late_drafts(LateDrafter(6), requests, made)
+    found = decode_with_late_drafts(requests, made)
     check_identity(found, plain)
     assert all(one.counts.num_spec_steps == 0 for one in found)
 
 
 @pytest.mark.parametrize("draft", [([5], [0], 0), ([5, 6], [-1], 0), ([97], [-1], 0), ([-1], [-1], 0), ([5], [-1], -1)])
 def test_what_is_no_draft_is_refused(draft: Draft) -> None:
-    engine = engine_of(base_of("llama"), LateDrafter(6), max_num_seqs=1)
+    engine = Engine(base_of("llama"), PlainDecoding(), SpellingTokenizer(), EngineConfig(1), brought=6)
     with pytest.raises(RequestError, match="a draft is a list of tokens below 97"):
         engine.submit(Request([5])).draft(*draft)
 

@@ -14,8 +14,8 @@ from examples.edge_chat import Screen, main
 from pipeline.serving.config import EdgeConfig
 from pipeline.serving.replica import Answers
 from tests.pipeline.conftest import model as model  # a small model with a chat template
+from tests.pipeline.conftest import plain as plain
 from tests.pipeline.serving.conftest import NAME
-from tests.pipeline.serving.conftest import plain as plain
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE
 

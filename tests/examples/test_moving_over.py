@@ -12,8 +12,9 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_both_ways_write_the_same_texts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.moving_over", "--output", str(tmp_path), "--rows", "6"]
     environment = {**os.environ, "RAY_ADDRESS": "local"}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from drafter.acceptance.contract import Verifier
-from drafter.drafters.contract import Drafter, Renewal
+from drafter.drafters.contract import Committed, Drafter
 from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
@@ -184,7 +184,8 @@ def test_a_head_changes_on_a_gpu_without_waiting_and_is_recorded_before() -> Non
         room = "drafter.methods.learning.drafter"
         with mock.patch(f"{room}.check_weights"), mock.patch(f"{room}.in_passing_thread", lambda work: work()):
             changing.offer(1, weights)
-        assert changing.renew() == Renewal(1)
+        changing.observe(Committed([], []))
+        assert changing.version == 1
         with Tape():
             outcome = step()
         assert outcome.packed.device == base.device

@@ -21,6 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from drafter import EngineConfig, SpeculativeLM
 from jobs.generate import main
 from tests.support.images import model_of, processor_of
 from tests.support.prepared_workers import PreparedWorkers, prepared_workers
@@ -146,6 +147,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path) -> Iterator[SpeculativeLM]:
+    """The model without a drafter: what every answer and every row must equal."""
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=4)) as lm:
+        yield lm
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@
     python -m tests.support.costs build/costs
 
 A process counts itself and those of its children that have ended. Ray's workers and engines of jobs are children of
-others, so that a test that waits for them shows many seconds and few core seconds.
+others, so that a test that waits for them shows many seconds and few core seconds. What all processes together take is
+counted once a second, but for the last one of each.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 _ROWS = 60
+_ALL = "all.json"
+_RUN = "DRAFTER_TEST_RUN"
+"""Variable by which the processes of a run are known, whoever started them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder := config.getoption("--costs"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         config.pluginmanager.register(_Costs(Path(folder) / f"{os.getpid()}.jsonl"))
+        if _RUN not in os.environ:
+            config.pluginmanager.register(_AllProcesses(Path(folder) / _ALL))
 
 
 class _Costs:
@@ -56,6 +65,28 @@ class _Costs:
             return (yield)
 
 
+class _AllProcesses:
+    def __init__(self, file: Path) -> None:
+        self._file, self._over = file, threading.Event()
+        self._seconds: dict[tuple[int, float], float] = {}
+        os.environ[_RUN] = uuid.uuid4().hex
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(1.0):
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):  # it has ended
+                    if process.pid == os.getpid() or process.environ().get(_RUN) == os.environ[_RUN]:
+                        times = process.cpu_times()
+                        self._seconds[process.pid, process.create_time()] = times.user + times.system
+
+    def pytest_unconfigure(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._file.write_text(json.dumps(sum(self._seconds.values())))
+
+
 def _core_seconds() -> float:
     return sum(os.times()[:4])
 
@@ -73,7 +104,7 @@ def tables(folder: Path) -> str:
             table[name] = [
                 one + more for one, more in zip(table[name], (cost["core"], cost["seconds"], 1), strict=True)
             ]
-    text = []
+    text = [f"All processes: {json.loads((folder / _ALL).read_text()):.0f} core seconds.", ""]
     for title, table in (("file", files), ("test", tests), ("fixture", fixtures)):
         core, seconds, times = (sum(column) for column in zip(*table.values(), strict=True))
         text += [f"| {title} | core seconds | seconds | times |", "| --- | --- | --- | --- |"]

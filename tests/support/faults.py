@@ -14,7 +14,6 @@ from typing import Any
 
 from pyarrow import fs
 
-from drafter.budget.contract import StepLoad
 from drafter.drafters.contract import Ask
 from drafter.engine.handle import Handle
 from drafter.llm import SpeculativeLM
@@ -84,10 +83,10 @@ class UnhurriedEngine(EngineSpec):
         engine.step = unhurried_step  # type: ignore[method-assign]
         plan, turns = engine.budget.plan, count()
 
-        def daring_plan(load: StepLoad) -> Ask:
-            learnt = [place for place, name in enumerate(engine.drafter.members) if name.startswith("head")]
-            able = [place for place in learnt if place not in engine.drafter.withheld]
-            return Ask(3, 0.25, able[0]) if able and next(turns) % 2 else plan(load)
+        def daring_plan(rows: int) -> Ask:
+            members = enumerate(engine.drafter.members.items())
+            able = [place for place, (name, one) in members if name.startswith("head") and one.drafts]
+            return Ask(3, 0.25, able[0]) if able and next(turns) % 2 else plan(rows)
 
         engine.budget.plan = daring_plan  # type: ignore[method-assign]
         (self.notes / f"{os.getpid()}.engine").touch()

@@ -18,14 +18,14 @@ _DRAFT = 0.02
 """Seconds of drafting; a plain step of a row takes one."""
 
 
-def given_table(step: DeviceStep, queue: QueuedStep | None = None, drafter: str | None = None) -> LatencyTable:
+def given_table(step: DeviceStep, queue: QueuedStep | None = None) -> LatencyTable:
     """Stands for `step_costs`: draft tokens cost little, so that whatever comes true now and then pays."""
     most, batches = step.state.drafter.spec.max_nodes, batch_sizes(step.state.slots)
     nodes = tuple(sorted({count for count in NODE_COUNTS if count < most} | {most}))
     rows = np.array(batches, dtype=np.float64)
     verify = (1 + 0.1 * rows[:, None]) * (1 + 0.01 * np.array(nodes))
     draft = np.broadcast_to(np.where(np.array(nodes) > 0, _DRAFT, 0.0), (len(batches), len(nodes)))
-    return LatencyTable(rows, nodes, verify, np.stack([draft] * max(len(step.state.drafter.members), 1)))
+    return LatencyTable(rows, nodes, verify, np.stack([draft] * len(step.choices)))
 
 
 class TimelessBudget(AdaptiveBudget):

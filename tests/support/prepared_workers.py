@@ -12,6 +12,8 @@ ids are such numbers: here they come from the operating system.
 Ray starts workers by the `sys.executable` of the process that starts a node. A small script takes its place, which
 passes arguments, environment and output on to the process that forks. Whatever is not a worker is run by Python itself.
 In other processes it takes its place by a `sitecustomize` module, which Python imports at its start.
+
+What does confined work (`drafter.confined`), in tests' own processes and in Ray's workers, is forked by it, too.
 """
 
 from __future__ import annotations
@@ -37,17 +39,21 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 from unittest import mock
+from weakref import finalize
 
 import psutil
 
+from drafter import confined
 from tests.support.jitter import jitter
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE
 
 _WORKER = "default_worker.py"
 _CONTEXT = "--serialized-runtime-env-context="
+_CONFINED = "confined"
+"""The argument of a process for confined work; the others are Python's path."""
 _LONG = "-" * 200
 """An argument that leaves room for the titles that Ray gives its workers."""
 _SLOW = (
@@ -180,15 +186,36 @@ def driver_with_a_cluster(*arguments: Any, **options: Any) -> Iterator[subproces
             psutil.wait_procs(workers.processes(), PATIENCE)  # until then its engines commit what they have
 
 
+class ForkedPreparation(confined._Prepared):
+    """A process prepared for confined work, with its imports done before."""
+
+    address: ClassVar[Path | None] = None  # of the process that forks; None where it is this one's own
+
+    def __init__(self, task: bytes) -> None:
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, tempfile.TemporaryFile() as file, socket.socket(socket.AF_UNIX) as asked:
+            file.write(task)
+            file.seek(0)
+            asked.connect(str(self.address or _forking_process()))
+            environment = os.environ | confined._ENVIRONMENT
+            _Worker([_CONFINED, *sys.path], environment, os.getcwd(), [theirs.fileno(), file.fileno()]).send(asked)
+        finalize(self, self.control.close)
+
+    @property
+    def alive(self) -> bool:
+        return not select.select([self.control], [], [], 0)[0]  # nothing comes but its end
+
+
 @dataclass
 class _Worker:
-    """A worker that Ray starts.
+    """A worker that Ray starts, or a process for confined work.
 
     Args:
         arguments: Its command line.
         environment: Its environment variables.
         folder: Its working directory.
-        files: The socket of the process that asks for it, its standard output and its standard error.
+        files: The socket of the process that asks for it, its standard output and its standard error; for confined
+            work, the socket by which it is told what to do, and the task in a file.
     """
 
     arguments: list[str]
@@ -260,7 +287,7 @@ def _serve(listening: socket.socket) -> None:
             asked.close()
             continue
         worker.files.insert(0, asked.detach())
-        if worker.has_own_modules:
+        if worker.has_own_modules or worker.arguments[0] == _CONFINED:
             _fork_worker(worker, listening, *of_settings.values())
             continue
         key = tuple(sorted(worker.settings.items()))
@@ -326,8 +353,22 @@ def _fork_worker(worker: _Worker, *others: socket.socket) -> None:
         for one in others:
             one.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if worker.arguments[0] == _CONFINED:
+            _be_confined(worker)
         _be_a_worker(worker)
     worker.close()
+
+
+def _be_confined(worker: _Worker) -> NoReturn:
+    asked, control, task = worker.files
+    os.close(asked)
+    os.environ.clear()
+    os.environ.update(worker.environment)
+    os.chdir(worker.folder)
+    sys.path[:] = worker.arguments[1:]
+    os.dup2(task, 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    confined._serve(control)
 
 
 def _be_a_worker(worker: _Worker) -> None:
@@ -366,4 +407,7 @@ if __name__ == "__main__":
     jitter()
     for slow in _SLOW:
         import_module(slow)
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    ForkedPreparation.address = Path(listening.getsockname())
+    confined._Prepared = ForkedPreparation  # type: ignore[misc]
+    _serve(listening)

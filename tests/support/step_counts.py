@@ -17,9 +17,8 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafter.budget.contract import FixedBudget, StepLoad
+from drafter.budget.contract import FixedBudget
 from drafter.drafters.contract import Ask, Drafter, PlainDecoding
-from drafter.drafters.late import BesideDrafter
 from drafter.drafters.merged import ChoosingDrafter
 from drafter.drafters.registry import load_drafter
 from drafter.engine.config import EngineConfig
@@ -110,7 +109,7 @@ class Always(FixedBudget):
         super().__init__(nodes)
         self._planned = Ask(nodes, 0.1, member)
 
-    def plan(self, load: StepLoad) -> Ask:
+    def plan(self, rows: int) -> Ask:
         return self._planned
 
 
@@ -126,10 +125,6 @@ def _all_members(base: BaseModel) -> Drafter:
     return ChoosingDrafter({"head": _head(base), "memory": _memory(base)})
 
 
-def _devices(base: BaseModel) -> Drafter:
-    return BesideDrafter(_head(base), NODES)
-
-
 Make = Callable[[BaseModel], Drafter]
 PLAIN: Make = lambda base: PlainDecoding()  # noqa: E731 - of the same kind as those above
 _GUIDED = {"structured_outputs": StructuredOutputs(regex="x")}
@@ -141,8 +136,8 @@ KINDS: dict[str, tuple[str, Make, dict[str, Any], int]] = {
     "plain, with a guide": ("llama", PLAIN, _GUIDED, 0),
     "drafts of a head, with a guide": ("llama", _head, _GUIDED, 0),
     "`memory`, which drafts on the host": ("llama", _memory, {}, 0),
-    "drafts of a head; devices are allowed": ("llama", _devices, {}, 0),
-    "a device's draft in each step": ("llama", _devices, {}, 0),
+    "drafts of a head; devices are allowed": ("llama", _head, {}, 0),
+    "a device's draft in each step": ("llama", _head, {}, 0),
     "`auto` with all members; the head drafts": ("llama", _all_members, {}, 0),
     "`auto` with all members; `memory` drafts": ("llama", _all_members, {}, 1),
     "recurrent layers, drafts of a head": ("qwen3_next", _head, {}, 0),
@@ -160,7 +155,8 @@ def counted(name: str, patch: pytest.MonkeyPatch) -> tuple[int, int]:
     rule = RuleGuides(lambda output: set(range(3, 40)), VOCABULARY, EOS)
     drafter = make(base)
     budget = Always(min(NODES, drafter.spec.max_nodes), member)
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(2, 96), budget=budget, guides=rule)
+    config, brought = EngineConfig(2, 96), NODES if "device" in name else 0
+    engine = Engine(base, drafter, SpellingTokenizer(), config, budget=budget, guides=rule, brought=brought)
     how = [{}, settings]
     handles = [
         engine.submit(Request([5 + row, 6, 7], SamplingParams(90, ignore_eos="structured_outputs" not in one, **one)))

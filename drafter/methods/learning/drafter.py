@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.devices import in_passing_thread
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan, Renewal
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loading, Loan, made_of
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import beside_texts, load_drafter, shipped_head
 from drafter.drafters.slots import NO_TEXT
@@ -115,20 +115,33 @@ class ChangingHead(MergedDrafter):
         self._head = head if self._in_place else deepcopy(head)
         self._own = self._head.state_dict()
         self._tokens = None if head.vocabulary is None else head.vocabulary.tokens.cpu().clone()
-        self._number, self.drafts = version_of(head), start.drafts
+        self._number = version_of(head) if start.drafts else None
         self._gated = not start.drafts
         super().__init__(head.drafter(base, nodes))
-        self._gate = torch.full((), self.drafts, device=base.device)
+        self._gate = torch.full((), start.drafts, device=base.device)
         self._loan: Loan | None = None
         self._lock = threading.Lock()
         self._ready: _Ready | None = None
-        self._offered = self._number
+        self._offered = version_of(head)
 
     @property
     def version(self) -> int | None:
-        return self._number if self.drafts else None
+        return self._number
+
+    @property
+    def drafts(self) -> bool:  # type: ignore[override]
+        return self._number is not None
 
     def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        """Prepare a hot swap to other weights, from any thread but the engine's: all slow work is done here.
+
+        Args:
+            number: Version; ignored if not newer than the present one.
+            weights: By name, on the CPU.
+
+        Raises:
+            LoadError: The weights do not fit the head or are not finite. It is then unchanged.
+        """
         if number <= self._offered:
             return
         shapes = {name: own.shape for name, own in self._own.items()}
@@ -143,9 +156,18 @@ class ChangingHead(MergedDrafter):
                     ready.drafter.open(self._loan)  # the engine has started meanwhile
                 self._ready, self._offered = ready, number
 
-    def renew(self) -> Renewal | None:
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        self._swap()
+
+    def prepare(self, context: DraftContext) -> None:
+        self._swap()
+        super().prepare(context)
+
+    def _swap(self) -> None:
+        """Take the newest weights that were offered, if any: quickly, without waiting for the device."""
         if self._ready is None:
-            return None
+            return
         with self._lock:
             ready, self._ready = self._ready, None
         if ready.drafter is not None:
@@ -155,9 +177,8 @@ class ChangingHead(MergedDrafter):
                 self._own[name].copy_(tensor, non_blocking=True)
             self._head.weights_changed(self._base)
             self._forget()
-        self._number, self.drafts = ready.number, True
+        self._number = ready.number
         self._gate.fill_(True)
-        return Renewal(ready.number)
 
     def _make_ready(self, number: int, weights: Mapping[str, Tensor]) -> _Ready:
         if self._in_place:
@@ -187,6 +208,11 @@ class ChangingHead(MergedDrafter):
         """
         tree = self.drafters[0].propose(context, ask)
         return _gated(tree, self._gate) if self._gated else tree
+
+
+def changing_head(drafter: Drafter) -> ChangingHead:
+    """Return the head that learns, of a drafter that `Learning` has loaded."""
+    return next(one for one in made_of(drafter) if isinstance(one, ChangingHead))
 
 
 def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:

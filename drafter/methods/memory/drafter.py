@@ -17,7 +17,17 @@ import numpy.typing as npt
 import torch
 
 from drafter.devices import send
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loading, Loan
+from drafter.drafters.contract import (
+    Ask,
+    Committed,
+    DraftContext,
+    DraftSpec,
+    Ids,
+    Loading,
+    Loan,
+    MemorySize,
+    TextMemory,
+)
 from drafter.drafters.slots import SlotObjects
 from drafter.drafters.text_queue import TextQueue
 from drafter.requests import Request
@@ -255,7 +265,7 @@ class _Row:
     proposed: int | None = None  # its row in the last matches, until acceptance is known
 
 
-class MemoryDrafter(Drafter):
+class MemoryDrafter(TextMemory):
     """Drafts trees of the continuations of earlier texts, of `capacity` tokens together.
 
     `isolated`: never draft from another request's text; response times would leak it. A request with a salt never does.
@@ -268,8 +278,8 @@ class MemoryDrafter(Drafter):
         self._told = TextQueue(capacity)
 
     @property
-    def memory(self) -> DraftMemory:
-        return DraftMemory(self._index.filled, self._index.nbytes, 0 if self._isolated else self._capacity)
+    def memory(self) -> MemorySize:
+        return MemorySize(self._index.filled, self._index.nbytes, 0 if self._isolated else self._capacity)
 
     def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
         if not self._isolated:

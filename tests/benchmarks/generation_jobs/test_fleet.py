@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.generation_jobs.fake_engines import FakeEngine
 from benchmarks.generation_jobs.fleet import Look, counted, summary
+from benchmarks.generation_jobs.many_rows import memory_at
 from drafter.requests import Request, SamplingParams
 from pipeline.progress.board import PartReport, StatusBoard
 from tests.pipeline.progress.conftest import engine
@@ -56,3 +57,9 @@ def test_a_sleeping_engine_decodes_no_more_rows_than_it_has_slots() -> None:
         (str(n), [0, 1, 2], 2) for n in range(5)
     ]
     assert begun == [1]
+
+
+def test_memory_is_told_at_shares_of_the_rows() -> None:
+    looks = [(0, {"driver": 10.0}), (480, {"driver": 20.04, "Ledger": 2.0}), (1000, {"driver": 30.0})]
+    assert memory_at(looks, 0.5, 1000) == {"rows_done": 480, "Ledger": 2.0, "driver": 20.0}
+    assert memory_at(looks, 0.95, 1000)["rows_done"] == 1000

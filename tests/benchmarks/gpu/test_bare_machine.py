@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from benchmarks.gpu.__main__ import KITS
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
 _TRANSFORMERS = "transformers==5.17.*"
 
 
@@ -56,7 +57,6 @@ def python(tmp_path: Path) -> Path:
     return environment / "bin" / "python"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_both_kits_run_with_torch_and_transformers_alone(python: Path, tmp_path: Path) -> None:
     tree, output = tmp_path / "tree", tmp_path / "output"

@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.peers.environments import Environment, PeerError, python_of
 
+pytestmark = pytest.mark.slow
+
 
 def package(folder: Path, name: str) -> str:
     """Write a wheel without modules into a folder, and return what pip is asked for."""
@@ -21,7 +23,6 @@ def package(folder: Path, name: str) -> str:
     return f"{name}==1.0"
 
 
-@pytest.mark.slow
 def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))

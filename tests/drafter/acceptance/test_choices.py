@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from drafter.acceptance.choices import NodeChoices, RowSampling, SamplingMode, SamplingTable
 from drafter.acceptance.limits import Limits
@@ -193,6 +192,8 @@ def test_greedy_rows_and_random_rows_share_a_batch() -> None:
     ],
 )
 def test_choices_have_the_exact_distribution(params: SamplingParams) -> None:
+    from scipy.stats import chisquare
+
     logits = torch.randn(12, generator=torch.Generator().manual_seed(4)) * 1.5
     draws = 5_000
     # A row for each place of one output.

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -101,6 +100,8 @@ def test_gumbel_noise_is_that_of_the_middle_of_a_step() -> None:
     [(1, 1, 200_000), (200, 10, 100), (1, 200_000, 1), (200_000, 1, 1), (2, 500, 200)],
 )
 def test_noise_is_uniform_and_neighbours_know_nothing_of_each_other(seeds: int, positions: int, tokens: int) -> None:
+    from scipy.stats import chi2_contingency, chisquare
+
     keys = keys_of(*range(seeds)).repeat_interleave(positions)
     places = torch.arange(positions).repeat(seeds)
     noise = (noise_bits(keys, places, tokens) + (1 << 31)).numpy()
@@ -151,6 +152,8 @@ def test_a_row_of_many_draws_as_it_does_alone() -> None:
 
 def test_draws_have_the_exact_distribution() -> None:
     """Also of tokens that are so improbable that they have to be lucky to be looked at."""
+    from scipy.stats import chisquare
+
     probabilities = torch.tensor([0.55, 0.3, 0.1, 0.04, 0.0085, 0.001, 0.0004, 0.0001], dtype=torch.float64)
     count = 300_000
     scores = scores_of(probabilities.log()[None]).expand(count, -1).contiguous()
@@ -159,6 +162,8 @@ def test_draws_have_the_exact_distribution() -> None:
 
 
 def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
+    from scipy.stats import chi2_contingency
+
     seeds, positions = 300, 300
     scores = scores_of(torch.tensor([[0.5, 0.3, 0.2]]).log()).expand(seeds * positions, -1).contiguous()
     keys = keys_of(*range(seeds)).repeat_interleave(positions)

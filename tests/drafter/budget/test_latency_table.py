@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
-from drafter.budget.contract import SHADOW_ROWS, Choosing, Floats, StepLoad
-from drafter.budget.latency_table import Latencies, LatencyTable, batch_sizes, measure_latency
+from drafter.budget.contract import SHADOW_ROWS
+from drafter.budget.latency_table import LatencyTable, batch_sizes, measure_latency
 
 _MS = 1e-3
 
@@ -20,55 +16,11 @@ def test_latencies_are_interpolated_between_batches() -> None:
         draft=np.array([[[0.0, 0.2, 0.2], [0.0, 0.5, 0.5]], [[0.0, 0.1, 0.1], [0.0, 0.1, 0.1]]]),
     )
     alone = table.at(1)
-    assert alone.short.tolist() == [1.0, 1.2, 1.5]
+    assert alone.verify.tolist() == [1.0, 1.2, 1.5]
     assert alone.draft.tolist() == alone.shadow.tolist() == [[0.0, 0.2, 0.2], [0.0, 0.1, 0.1]]
     assert table.at(8).draft[0].tolist() == [0.0, 0.5, 0.5]
-    assert 1.2 < table.at(4).short[1] < 5.0
+    assert 1.2 < table.at(4).verify[1] < 5.0
     assert table.at(8).shadow[0, 1] == table.at(SHADOW_ROWS).draft[0, 1] < 0.5
-
-
-def test_longer_texts_and_drawn_tokens_cost_more() -> None:
-    table = LatencyTable(
-        batches=np.array([1.0, 8.0]),
-        nodes=(0, 4),
-        verify=np.array([[1.0, 1.5], [2.0, 4.0]]),
-        draft=np.array([[[0.0, 0.5], [0.0, 0.5]]]),
-        length=100,
-        longer=np.array([0.01, 0.02]),
-        choosing={"filtered": np.array([0.25, 1.0])},
-    )
-    tokens = np.array([1.0, 3.0])
-    assert table.at(1).seconds(StepLoad(1), tokens).tolist() == [1.0, 1.5]
-    assert table.at(1).seconds(StepLoad(1, 50.0, "drawn"), tokens).tolist() == [1.0, 1.5]
-    assert table.at(1).seconds(StepLoad(1, 200.0), tokens).tolist() == [2.0, 3.5]
-    assert np.allclose(table.at(8).seconds(StepLoad(8, 150.0), tokens), [2.0 + 4.0, 4.0 + 8.0])
-    assert table.at(1).seconds(StepLoad(1, 0.0, "filtered"), tokens).tolist() == [1.25, 2.25]
-    at_all_levels = replace(table, choices=np.array([1.0, 5.0]))
-    assert at_all_levels.at(8).seconds(StepLoad(8, 0.0, "filtered"), tokens).tolist() == [3.0, 9.0]
-
-
-@given(
-    length=st.floats(0, 1000),
-    choosing=st.sampled_from(["greedy", "drawn", "filtered"]),
-    longer=st.none() | st.just(np.array([0.01, 0.02])),
-    choices=st.none() | st.just(np.array([2.0, 7.0])),
-)
-def test_the_seconds_of_one_size_are_those_among_all_sizes(
-    length: float, choosing: Choosing, longer: Floats | None, choices: Floats | None
-) -> None:
-    none = np.zeros((1, 2))
-    costs = Latencies(np.array([1.0, 1.5]), none, none, 100, longer, {"filtered": 0.25}, choices)
-    load = StepLoad(1, length, choosing)
-    assert [costs.seconds_of(size, load, 3.0) for size in (0, 1)] == list(costs.seconds(load, np.array([3.0, 3.0])))
-
-
-def test_a_table_follows_a_machine_that_has_changed() -> None:
-    """Memory is slower than it was, and the processor faster: 1 and 4 rows of 1 and 4 nodes."""
-    draft = np.array([[[0.0, 0.5], [0.0, 0.75]]])
-    table = LatencyTable(np.array([1.0, 4.0]), (0, 3), np.array([[1.0, 2.0], [2.0, 8.0]]), draft)
-    found = table.changed(1.25, 0.75)
-    assert np.allclose(found.verify, [[1.25, 1.5], [1.5, 6.0]])
-    assert np.array_equal(found.draft, draft)
 
 
 def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:

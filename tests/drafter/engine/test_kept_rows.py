@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from drafter.drafters.contract import Drafter, PlainDecoding, Renewal
+from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
@@ -249,10 +249,3 @@ def test_rows_whose_state_is_not_the_models_own_are_not_kept(change: dict[str, o
     vars(engine.scheduler.active[0]).update(change)
     finish(engine)
     assert len(engine.scheduler.kept) == 0
-
-
-def test_a_hot_swap_drops_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, request = engine_of(base_of("llama"), "ctc"), Request(text(30, 9), END)
-    read(engine, request)
-    monkeypatch.setattr(engine.drafter, "renew", lambda: Renewal(1))
-    assert read(engine, request)[0] == 29

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.acceptance.contract import ExactVerifier
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loan, PlainDecoding
 from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import Part, Work
@@ -185,9 +185,9 @@ def test_shapes_of_ten_thousand_steps(
     step.state.slots, step.state.max_length, step.state.capacity = 64, 2048, 2112
     step.base.reads_to_length = reads_to_length
     step.state.cache.block = step.state.cache.length = 2112
-    step.state.drafter.spec.bounded = bounded
+    step.choices = [SimpleNamespace(spec=DraftSpec(31, 31, bounded=bounded))]
     step.state.mode = SamplingMode.of([])
-    step.state.drafter.spec.largest, step.state.drafter.follows.return_value = 31, False
+    step.state.spec.max_nodes = 31
     step.state.context.side_effect = lambda lengths: SimpleNamespace(host_lengths=lengths, longest=max(lengths))
     step.base.cache_bytes.node = 0
     queue, shapes = QueuedStep(step, None), set[Part]()

@@ -33,11 +33,11 @@ def test_a_head_without_evaluations_says_nothing(origin: Provenance | None) -> N
 
 def test_the_embedded_head_ships_with_its_worth() -> None:
     base = load_base(str(EMBEDDED_BASE))
-    (known,) = load_drafter("ctc", base, 15).known
+    known = load_drafter("ctc", base, 15).worth
     assert known is not None
     assert 3.0 < known.accepted[0] < known.accepted[-1] < 10.0
     automatic = load_drafter("auto", base, 15)
-    assert dict(zip(automatic.members, automatic.known, strict=True)) == {
+    assert {name: member.worth for name, member in automatic.members.items()} == {
         "head": known,
         "cacheback": None,
         "memory": None,

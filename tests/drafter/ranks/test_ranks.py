@@ -17,6 +17,7 @@ from drafter import EngineError, LoadError, Request, SamplingParams, Speculative
 from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.engine.config import engine_config
 from drafter.engine.engine import Engine
+from drafter.images.loading import Eyes
 from drafter.ranks.leader import load_on_ranks
 from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
@@ -39,7 +40,7 @@ SPLIT = ("llama", "gemma2", "phi3", "qwen3_moe", "llama4_text", "granitemoehybri
 @contextmanager
 def on_ranks(model: Path, size: int = 2) -> Iterator[BaseModel]:
     """A model in several processes, without an engine."""
-    base, _ = load_on_ranks(size, model, device="cpu", trust_remote_code=False, on_stage=lambda stage: None)
+    base = load_on_ranks(size, model, device="cpu", trust_remote_code=False, eyes=Eyes(), on_stage=lambda stage: None)
     try:
         yield base
     finally:

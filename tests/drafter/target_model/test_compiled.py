@@ -43,7 +43,7 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
     plain = run_engine(base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
     engine = engine_of(base, AdversarialDrafter(0, nodes=8), max_num_seqs=3, max_model_len=64, compile=True)
     sizes = itertools.cycle([0, 3, 4, 7, 8])
-    engine.budget.plan = lambda load: Ask(next(sizes))  # type: ignore[method-assign]
+    engine.budget.plan = lambda rows: Ask(next(sizes))  # type: ignore[method-assign]
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = decode(engine, requests)
     assert tokens_of(found) == tokens_of(plain)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from drafter import devices
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loan, PlainDecoding, Renewal, SlotState
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loan, PlainDecoding, SlotState
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.methods.learning.drafter import ChangingHead, Learning, load_weights, weights_of
+from drafter.methods.learning.drafter import ChangingHead, Learning, changing_head, load_weights, weights_of
 from drafter.methods.learning.settings import StartingHead
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
@@ -68,7 +68,7 @@ def decode(drafter: Drafter, before_step: Callable[[int], Any], slots: int = 3) 
     return [handle.result(0) for handle in handles]
 
 
-def every_third(drafter: Drafter, kind: str) -> Callable[[int], None]:
+def every_third(head: ChangingHead, kind: str) -> Callable[[int], None]:
     """Offer another random head every three steps; each is as wrong as can be, and sure of itself."""
 
     def offer(step: int) -> None:
@@ -77,7 +77,7 @@ def every_third(drafter: Drafter, kind: str) -> Callable[[int], None]:
                 name: tensor * 3 if tensor.is_floating_point() else tensor
                 for name, tensor in weights(kind, step).items()
             }
-            drafter.offer(step // 3 + 1, wild)
+            head.offer(step // 3 + 1, wild)
 
     return offer
 
@@ -104,14 +104,16 @@ def test_a_head_among_others_may_change_too(merge: type[MergedDrafter] | None) -
         (MemoryDrafter(NODES), NgramDrafter(NODES)),
     )
     if merge is None:
-        drafter: Drafter = ChoosingDrafter(
-            {"head": head, "memory": others[0], "ngram": others[1]}, together=[("head", "memory")]
-        )
-        drafter.select(3)
+        drafter: Drafter = ChoosingDrafter({"head": MergedDrafter(head, others[0]), "ngram": others[1]})
     else:
         drafter = merge(head, *others)
-    found = decode(drafter, every_third(drafter, "context 2"))
+    found = decode(drafter, every_third(head, "context 2"))
     assert tokens_of(found) == plain()
+
+
+def swap(head: ChangingHead) -> None:
+    """Take what was offered, as after a step."""
+    head.observe(Committed([], []))
 
 
 class Compared(Drafter):
@@ -152,7 +154,8 @@ def drafts_alike(changing: ChangingHead, other: Drafter, second: dict[str, Tenso
     def change(step: int) -> None:
         if step == 7:
             changing.offer(1, second)
-            assert changing.renew() is not None
+            swap(changing)
+            assert changing.version == 1
 
     assert tokens_of(decode(compared, change)) == plain()
     assert len(compared.same) > 10
@@ -234,9 +237,20 @@ def test_before_its_first_version_a_head_from_nothing_drafts_nothing() -> None:
     assert all(one.counts.num_draft_tokens == 0 and one.drafter_versions == [] for one in found)
     drafter.offer(1, weights("context 2", 0))
     assert [drafter.drafts, drafter.version] == [False, None]  # only a step takes it
-    assert drafter.renew() == Renewal(1)
+    swap(drafter)
     assert [drafter.drafts, drafter.version] == [True, 1]
-    assert drafter.renew() is None
+
+
+def test_a_row_that_was_kept_serves_a_head_that_has_changed() -> None:
+    head = ChangingHead(start_of("context 2"), base(), NODES)
+    engine = engine_of(base(), head, max_num_seqs=1, num_draft_tokens=NODES, max_model_len=96, kept_rows=2)
+    request = Request(list(range(3, 40)), SamplingParams(12, ignore_eos=True))
+    found = []
+    for number in (1, 2):
+        head.offer(number, weights("context 2", number))
+        found += finish(engine, [engine.submit(request)])
+    assert found[0].token_ids == found[1].token_ids
+    assert ([one.num_cached_tokens for one in found], found[1].drafter_versions) == ([0, 36], [2])
 
 
 def test_versions_may_come_from_any_thread_and_the_newest_counts() -> None:
@@ -246,11 +260,11 @@ def test_versions_may_come_from_any_thread_and_the_newest_counts() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    renewal = drafter.renew()
-    assert renewal is not None
-    assert renewal.version == 5
+    swap(drafter)
+    assert drafter.version == 5
     drafter.offer(4, weights("medusa", 4))
-    assert drafter.renew() is None
+    swap(drafter)
+    assert drafter.version == 5
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:
@@ -264,9 +278,11 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     ):
         with pytest.raises(LoadError, match=reason):
             drafter.offer(1, bad)
-    assert drafter.renew() is None
+    swap(drafter)
+    assert drafter.version is None
     drafter.offer(1, good)
-    assert drafter.renew() is not None
+    swap(drafter)
+    assert drafter.version == 1
 
 
 def test_a_given_head_drafts_from_the_start(tmp_path: Any) -> None:
@@ -285,12 +301,11 @@ def test_what_a_learning_drafter_is_made_of() -> None:
     drafter = Learning(start).drafter("auto", base(), NODES)
     learnt = {name for name in drafter.members if "head" in name.split("+")}
     assert "head" in learnt < set(drafter.members)
-    assert {drafter.members[place] for place in drafter.withheld} == learnt
-    drafter.offer(1, weights("ctc", 0))
-    renewal = drafter.renew()
-    assert renewal is not None
-    assert {drafter.members[place] for place in renewal.members} == learnt
-    assert drafter.withheld == ()
+    assert {name for name, member in drafter.members.items() if not member.drafts} == learnt
+    changing_head(drafter).offer(1, weights("ctc", 0))
+    swap(changing_head(drafter))
+    assert {name for name, member in drafter.members.items() if member.version == 1} == learnt
+    assert all(member.drafts for member in drafter.members.values())
     assert drafter.spec.hidden_layers == (LM_HEAD_INPUT,)
     with pytest.raises(LoadError, match="has no head that could learn"):
         Learning(start).drafter("ngram", base(), NODES)

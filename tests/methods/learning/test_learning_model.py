@@ -8,7 +8,7 @@ from drafter import SpeculativeLM
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineConfig
 from drafter.errors import LoadError
-from drafter.methods.learning.drafter import Learning, load_start, weights_of
+from drafter.methods.learning.drafter import Learning, changing_head, load_start, weights_of
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import StartingHead
 from tests.support.models import tokens_of
@@ -37,7 +37,7 @@ def test_what_is_generated_is_learnt_from_and_new_weights_are_drafted_with() -> 
         assert isinstance(learning.samples, SampleTap)
         samples = learning.samples.take(1 << 30)
         assert sorted(one.tokens.tolist()[one.prompt_length :] for one in samples) == sorted(expected)
-        learning.engine.drafter.offer(1, weights_of(load_start(start, learning.base)))
+        changing_head(learning.engine.drafter).offer(1, weights_of(load_start(start, learning.base)))
         found = learning.generate(prompts, max_new_tokens=32)
         assert tokens_of(found) == expected
         assert [one.drafter_versions for one in found] == [[1]] * 3

@@ -87,7 +87,8 @@ class ToldDrafter(MergedDrafter):
 
     def open(self, loan: Loan) -> None:
         super().open(loan)
-        self.remember(self._texts)
+        (self.memory,) = (one for one in self.drafters if isinstance(one, MemoryDrafter))
+        self.memory.remember(self._texts)
 
 
 def test_texts_from_elsewhere_are_drafted_from_and_change_no_token(tiny_base: BaseModel) -> None:
@@ -99,9 +100,9 @@ def test_texts_from_elsewhere_are_drafted_from_and_change_no_token(tiny_base: Ba
     assert found.token_ids == plain.token_ids
     assert found.counts.num_accepted_draft_tokens > accepted_of(tiny_base, MemoryDrafter(7), asked)
     # What the last steps have added is entered with the next one.
-    entered = drafter.memory.tokens - len(told[0]) - len(told[1]) - len(asked[0].prompt_ids)
+    entered = drafter.memory.memory.tokens - len(told[0]) - len(told[1]) - len(asked[0].prompt_ids)
     assert 0 <= entered <= len(plain.token_ids)
-    assert drafter.memory.room == drafter.drafters[0].memory.room > 0
+    assert drafter.memory.memory.room > 0
 
 
 def test_isolated_rows_are_told_of_no_others(tiny_base: BaseModel) -> None:
@@ -109,7 +110,7 @@ def test_isolated_rows_are_told_of_no_others(tiny_base: BaseModel) -> None:
     (plain,) = run_engine(tiny_base, PlainDecoding(), asked)
     told = ToldDrafter([[*asked[0].prompt_ids, *plain.token_ids]], MemoryDrafter(7, isolated=True))
     assert accepted_of(tiny_base, told, asked) == accepted_of(tiny_base, MemoryDrafter(7, isolated=True), asked)
-    assert told.memory.room == 0
+    assert told.memory.memory.room == 0
 
 
 def test_the_engine_says_how_much_is_remembered(tiny_base: BaseModel) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -61,7 +60,7 @@ def written(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_answers_are_judged_in_one_pipeline(model: Path) -> None:
+def test_answers_are_judged_in_one_pipeline(model: Path, plain: SpeculativeLM) -> None:
     """Two stages with a filter between them; what cannot be generated is a row with an error."""
     questions = [f"how many apples {'and pens ' * (n % 3)}{n}" for n in range(20)]
     table = pa.table({"n": range(20), "question": [*questions[:-1], None], "when": pa.array([2**62] * 20)})
@@ -86,10 +85,9 @@ def test_answers_are_judged_in_one_pipeline(model: Path) -> None:
     # Both stages have their engines at once, and there are two cores.
     good = answer(asked).filter(lambda row: not row["__inference_error__"])
     judged = {row["n"]: row for row in judge(good).take_all()}
-    with SpeculativeLM.from_pretrained(model, "none") as lm:
-        alone = [SamplingParams(max_new_tokens=4 if n == 1 else 12) for n in range(19)]
-        expected = lm.chat(questions[:-1], alone)
-        verdicts = lm.generate([f"{one.text} so" for one in expected], max_new_tokens=2)
+    alone = [SamplingParams(max_new_tokens=4 if n == 1 else 12) for n in range(19)]
+    expected = plain.chat(questions[:-1], alone)
+    verdicts = plain.generate([f"{one.text} so" for one in expected], max_new_tokens=2)
     assert [row["token_ids"] for row in rows[:-1]] == [one.token_ids for one in expected]
     assert [judged[n]["verdict"] for n in range(19)] == [one.text for one in verdicts]
 
@@ -128,18 +126,12 @@ def test_a_chat_has_nothing_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked[2:] == [(Conversation(chats[0], **beside), NOW)]
 
 
-@pytest.fixture(scope="module")
-def lm(model: Path) -> Iterator[SpeculativeLM]:
-    with SpeculativeLM.from_pretrained(model, "none") as loaded:
-        yield loaded
-
-
-def made_stage(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM, prefix: str = "") -> Answers:
+def made_stage(monkeypatch: pytest.MonkeyPatch, plain: SpeculativeLM, prefix: str = "") -> Answers:
     """A stage in this process, whose engine answers each prompt with its number of tokens."""
     made = Answers.__new__(Answers)
     stage: Any = made
-    stage.failure, stage._lm, stage._row_seconds = None, lm, None
-    stage._prompts, stage._prefix = prompt_settings(lm.base.name), prefix
+    stage.failure, stage._lm, stage._row_seconds = None, plain, None
+    stage._prompts, stage._prefix = prompt_settings(plain.base.name), prefix
     stage._columns = [one for one in COLUMNS if one.name in ("text", "prompt_token_ids")]
     stage._ledger = SimpleNamespace(commit=lambda part: None)
 
@@ -156,20 +148,20 @@ def made_stage(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM, prefix: str =
     return made
 
 
-def test_token_ids_are_prompts(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM) -> None:
-    stage = made_stage(monkeypatch, lm)
+def test_token_ids_are_prompts(monkeypatch: pytest.MonkeyPatch, plain: SpeculativeLM) -> None:
+    stage = made_stage(monkeypatch, plain)
     done = stage(pa.table({"prompt_token_ids": [[5, 6, 7], [5], None, [5]]}))
     assert done.column_names == ["prompt_token_ids", "text", "__inference_error__"]
     assert done["text"].to_pylist() == ["3", "1", None, "1"]
     assert done["__inference_error__"].to_pylist() == ["", "", "column 'prompt_token_ids' is empty", ""]
 
 
-def test_a_column_of_a_taken_name_is_refused_or_kept(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM) -> None:
+def test_a_column_of_a_taken_name_is_refused_or_kept(monkeypatch: pytest.MonkeyPatch, plain: SpeculativeLM) -> None:
     """Before anything runs, where the columns of a dataset are known."""
     table = pa.table({"prompt_token_ids": [[5, 6, 7]], "text": ["mine"], "seed": [3]})
     with pytest.raises(InputError, match="column text would be replaced: set output_prefix"):
-        made_stage(monkeypatch, lm)(table)
-    (row,) = made_stage(monkeypatch, lm, "our_")(table).to_pylist()
+        made_stage(monkeypatch, plain)(table)
+    (row,) = made_stage(monkeypatch, plain, "our_")(table).to_pylist()
     same = {"prompt_token_ids": [5, 6, 7], "text": "mine", "seed": 3}
     assert row == {**same, "our_text": "3", "our_prompt_token_ids": [5, 6, 7], "__inference_error__": ""}
     there = ["prompt_token_ids", "our_text", "seed"]
@@ -186,9 +178,9 @@ def test_a_taken_name_is_told_at_the_start(model: Path) -> None:
 
 
 def test_a_prompt_that_is_not_unicode_is_an_error_of_its_row(
-    monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM
+    monkeypatch: pytest.MonkeyPatch, plain: SpeculativeLM
 ) -> None:
-    stage = made_stage(monkeypatch, lm)
+    stage = made_stage(monkeypatch, plain)
     bad = pa.array([b"caf\xe9", b"how many", None]).view(pa.string())
     done = stage(pa.table({"prompt": bad}))
     assert done["__inference_error__"].to_pylist() == [
@@ -204,15 +196,15 @@ def test_a_prompt_that_is_not_unicode_is_an_error_of_its_row(
     half = "the prompt has half a character: an unpaired surrogate"
     assert done["__inference_error__"].to_pylist() == ["", half, ""]
     with pytest.raises(RequestError, match=half):
-        lm.encode([{"role": "user", "content": "\ud83d"}])
+        plain.encode([{"role": "user", "content": "\ud83d"}])
 
 
-def test_equal_prompts_of_a_batch_have_seeds_of_their_own_wherever_they_stand(lm: SpeculativeLM) -> None:
+def test_equal_prompts_of_a_batch_have_seeds_of_their_own_wherever_they_stand(plain: SpeculativeLM) -> None:
     stage: Any = Answers.__new__(Answers)
-    stage._prompts, stage._row_seconds = prompt_settings(lm.base.name), None
+    stage._prompts, stage._row_seconds = prompt_settings(plain.base.name), None
 
     def seeds(*prompts: str) -> list[int]:
-        requests, _ = stage._requests(pa.table({"prompt": prompts}), [Prompt(lm.encode(one)) for one in prompts])
+        requests, _ = stage._requests(pa.table({"prompt": prompts}), [Prompt(plain.encode(one)) for one in prompts])
         return [requests[place].sampling.seed for place in range(len(prompts))]
 
     first, second, other = seeds("how", "how", "many")

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.slow
 ENGINES = 2
 WEIGHTS = "model.safetensors"
 LOAD = """
@@ -69,7 +70,6 @@ def hub(folder: Path) -> Iterator[tuple[str, Counter[tuple[str, str]]]]:
         server.server_close()
 
 
-@pytest.mark.slow
 def test_engines_that_start_together_download_a_model_once(model: Path, tmp_path: Path) -> None:
     with hub(model) as (address, asked):
         environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}

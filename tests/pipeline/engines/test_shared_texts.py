@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 import ray
 
-from drafter.drafters.contract import DraftMemory, PlainDecoding
+from drafter.drafters.contract import MemorySize, PlainDecoding, TextMemory
 from drafter.prompt import Prompt, Span
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
@@ -88,7 +88,7 @@ def test_what_stands_for_images_is_not_shared(tmp_path: Path) -> None:
     columns = {"prompt_token_ids": [[1, 9, 9, 2], [1, 2]], PROMPT_IMAGES: spans, "token_ids": [[5], [6]]}
     pa.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
     assert texts(tmp_path, 100) == [[2, 5], [1, 2, 6]]
-    feed = MemoryFeed(Listener(), OtherTexts(None, shared=True), "job")
+    feed = MemoryFeed([Listener()], OtherTexts(None, shared=True), "job")
     prompt = Prompt([1, 9, 9, 2], (Span(1, 3, b"\0"),))
     feed.finished(Generation("", [5], "", "stop", 4, DecodeCounts()), Request(prompt))
     assert [text.tolist() for text in feed._said.take(100)] == [[2, 5]]
@@ -114,15 +114,15 @@ def test_an_engine_begins_again_in_another_process() -> None:
 
 
 @dataclass
-class Listener(PlainDecoding):
+class Listener(PlainDecoding, TextMemory):
     """Notes what it is told."""
 
     room: int = 1000
     told: list[list[int]] = field(default_factory=list)
 
     @property
-    def memory(self) -> DraftMemory:
-        return DraftMemory(room=self.room)
+    def memory(self) -> MemorySize:
+        return MemorySize(room=self.room)
 
     def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
         self.told += [list(map(int, text)) for text in texts]
@@ -136,7 +136,7 @@ def test_rows_of_the_output_are_remembered(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 10, age=1)
     drafter, idle = Listener(), Listener(room=0)
     for one in (drafter, idle):
-        MemoryFeed(one, OtherTexts(locate(str(tmp_path)), shared=False), "job").start()
+        MemoryFeed([one], OtherTexts(locate(str(tmp_path)), shared=False), "job").start()
     wait_until(lambda: drafter.told, "the rows")
     assert drafter.told == [[10, 110], [11, 111], [12, 112]]
     assert idle.told == []
@@ -144,7 +144,7 @@ def test_rows_of_the_output_are_remembered(tmp_path: Path) -> None:
 
 def test_engines_of_a_node_tell_each_other_and_outlive_what_is_between_them(local_ray: None) -> None:
     drafters = Listener(), Listener()
-    first, second = (MemoryFeed(drafter, OtherTexts(None, shared=True), "told") for drafter in drafters)
+    first, second = (MemoryFeed([drafter], OtherTexts(None, shared=True), "told") for drafter in drafters)
 
     def told() -> bool:
         second.exchange()
@@ -171,7 +171,7 @@ def test_where_no_actor_can_be_had_nothing_is_told() -> None:
         raise ValueError("another engine is making it")
 
     drafter = Listener()
-    feed = MemoryFeed(drafter, OtherTexts(None, shared=True), "job", connect)
+    feed = MemoryFeed([drafter], OtherTexts(None, shared=True), "job", connect)
     finish(feed, 5)
     feed.exchange()
     assert drafter.told == []

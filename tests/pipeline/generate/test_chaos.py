@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from drafter import EngineConfig, SpeculativeLM
+from drafter import SpeculativeLM
 from drafter.embedded import EMBEDDED_BASE
 from pipeline.io.files import locate
 from tests.pipeline.conftest import Driver, Outcome, Run, read_rows, write_jsonl
@@ -26,21 +26,14 @@ from tests.support.waiting import PATIENCE, wait_until
 PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in range(40)]
 
 
-@pytest.fixture(scope="module")
-def lm(model: Path) -> Iterator[SpeculativeLM]:
-    """The engine that the job must agree with."""
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=4)) as lm:
-        yield lm
-
-
-def assert_whole(done: Outcome, lm: SpeculativeLM, prompts: list[str], errors: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def assert_whole(done: Outcome, plain: SpeculativeLM, prompts: list[str], errors: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     """Each row is there once, with the tokens that the engine gives it, and nothing else is there."""
     assert done.code == 0, done.stderr
     names = {f"in.jsonl:{n}": prompt for n, prompt in enumerate(prompts, start=1)}
     assert Counter(row["request_id"] for row in done.rows) == Counter(names.keys() - errors)
     assert Counter(row["request_id"] for row in done.errors) == Counter(errors)
     chats = [[{"role": "user", "content": names[row["request_id"]]}] for row in done.rows]
-    alone = lm.generate(chats, max_new_tokens=12)
+    alone = plain.generate(chats, max_new_tokens=12)
     assert [row["token_ids"] for row in done.rows] == [generation.token_ids for generation in alone]
     assert_no_orphans(done.folder)
 
@@ -55,14 +48,14 @@ def assert_no_orphans(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_row_that_kills_its_engine_is_set_aside_and_no_other(
-    run: Run, lm: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, plain: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [*PROMPTS[:10], "zzz", *PROMPTS[10:20], ""]
-    (deadly,) = set(lm.encode("z")) - set(lm.encode(" ".join(PROMPTS)))
+    (deadly,) = set(plain.encode("z")) - set(plain.encode(" ".join(PROMPTS)))
     monkeypatch.setattr("pipeline.engines.models.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly))
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 8)
-    assert_whole(done, lm, prompts, {"in.jsonl:11", "in.jsonl:22"})
+    assert_whole(done, plain, prompts, {"in.jsonl:11", "in.jsonl:22"})
     by_kind = {row["error_type"]: row for row in done.errors}
     assert by_kind["EngineDied"]["request_id"] == "in.jsonl:11"
     assert by_kind["EngineDied"]["attempts"] == 4
@@ -82,7 +75,7 @@ def test_a_row_that_kills_its_engine_is_set_aside_and_no_other(
 )
 def test_killed_engines_lose_nothing(
     run: Run,
-    lm: SpeculativeLM,
+    plain: SpeculativeLM,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     signals: list[signal.Signals],
@@ -94,7 +87,7 @@ def test_killed_engines_lose_nothing(
     killer.start()
     done = run(source, "--writing.rows_per_file", 8)
     killer.join()
-    assert_whole(done, lm, PROMPTS)
+    assert_whole(done, plain, PROMPTS)
     assert len(list(tmp_path.glob("*.pid"))) == 1 + len(signals)
     assert len(entered(tmp_path)) - len(PROMPTS) <= len(signals) * 8  # so many rows fit into an engine
 
@@ -108,7 +101,7 @@ def test_killed_ranks_lose_nothing(run: Run, tmp_path: Path, monkeypatch: pytest
     killer.start()
     done = run(source, "--writing.rows_per_file", 8, "--engine.tensor_parallel_size", 2, base=EMBEDDED_BASE)
     killer.join()
-    with SpeculativeLM.from_pretrained(EMBEDDED_BASE, "none", config=EngineConfig(max_num_seqs=4)) as alone:
+    with SpeculativeLM.from_pretrained(EMBEDDED_BASE, "none", max_num_seqs=4) as alone:
         assert_whole(done, alone, PROMPTS)
     engines = [int(note.stem) for note in tmp_path.glob("*.pid")]
     assert len(engines) == 2
@@ -147,7 +140,7 @@ def entered(notes: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_writers_killed_at_every_step_of_a_commit(
-    run: Run, lm: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, plain: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points = ("while writing", "before data", "after data")
     (tmp_path / "points").mkdir()
@@ -156,12 +149,14 @@ def test_writers_killed_at_every_step_of_a_commit(
     prompts = [prompt if n % 5 else "" for n, prompt in enumerate(PROMPTS[:20])]
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 10)
-    assert_whole(done, lm, prompts, {"in.jsonl:1", "in.jsonl:6", "in.jsonl:11", "in.jsonl:16"})
+    assert_whole(done, plain, prompts, {"in.jsonl:1", "in.jsonl:6", "in.jsonl:11", "in.jsonl:16"})
     assert {path.name.replace("-", " ") for path in (tmp_path / "points").iterdir()} == set(points)
 
 
 @pytest.mark.slow
-def test_drivers_killed_and_stopped(run: Run, driver: Driver, lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
+def test_drivers_killed_and_stopped(
+    run: Run, driver: Driver, plain: SpeculativeLM, model: Path, tmp_path: Path
+) -> None:
     prompts = PROMPTS * 6
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
     # Few slots, so that there is much left to do when the driver is ended.
@@ -194,7 +189,7 @@ def test_drivers_killed_and_stopped(run: Run, driver: Driver, lm: SpeculativeLM,
         kept = sum(row["generated"] is not None and row["part"] not in parts for row in read_rows(unfinished))
     done = run(source, *settings, output=out)
     assert f"{len(prompts) - 25 * second - kept} of {len(prompts)} rows to generate" in done.stderr
-    assert_whole(done, lm, prompts)
+    assert_whole(done, plain, prompts)
 
 
 def committed(out: Path) -> int:
@@ -203,7 +198,7 @@ def committed(out: Path) -> int:
 
 
 @pytest.mark.slow
-def test_lost_nodes(lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
+def test_lost_nodes(plain: SpeculativeLM, model: Path, tmp_path: Path) -> None:
     """One of two nodes is lost, then the other; then there is a new one."""
     prompts = PROMPTS * 10
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
@@ -212,4 +207,4 @@ def test_lost_nodes(lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
     with driver_with_a_cluster("-m", "tests.support.node_loss", source, out, model, losses, **pipes) as job:
         printed, told = job.communicate(timeout=PATIENCE)
     assert losses.read_text().splitlines() == ["lost, True"] * 2  # while it ran
-    assert_whole(Outcome(job.returncode, printed, told, out), lm, prompts)
+    assert_whole(Outcome(job.returncode, printed, told, out), plain, prompts)

@@ -15,7 +15,7 @@ import pyarrow.compute
 import pyarrow.parquet
 import pytest
 
-from drafter import EngineConfig, SpeculativeLM
+from drafter import SpeculativeLM
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, write_jsonl
 from tests.support.prepared_workers import driver_with_a_cluster
 from tests.support.staging import content_seed
@@ -37,19 +37,12 @@ INPUT: list[Any] = [
 BAD = {11: "BadPrompt", 12: "BadRow", 13: "Refused", 14: "BadRow", 15: "BadSampling", 17: "BadPrompt"}
 
 
-@pytest.fixture(scope="module")
-def lm(model: Path) -> Any:
-    """The engine that the job must agree with."""
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=2)) as lm:
-        yield lm
-
-
-def expected(lm: SpeculativeLM, row: dict[str, Any], **settings: Any) -> Any:
+def expected(plain: SpeculativeLM, row: dict[str, Any], **settings: Any) -> Any:
     chat = [{"role": "user", "content": row["prompt"]}]
-    return lm.generate([chat], **{"max_new_tokens": 12, **settings})[0]
+    return plain.generate([chat], **{"max_new_tokens": 12, **settings})[0]
 
 
-def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+def test_every_row_is_generated_once_or_explained(run: Run, plain: SpeculativeLM, tmp_path: Path) -> None:
     source, begun = write_jsonl(tmp_path / "in.jsonl", INPUT), datetime.now(UTC)
     done = run(source, "--writing.rows_per_file", 5, "--sampling.seed", 9)
     assert done.code == 0, done.stderr
@@ -67,10 +60,10 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
         18: {"seed": 77, "stop": ("a",)},
     }
     for line, row in by_line.items():
-        generation = expected(lm, row, **settings.get(line, {}))
+        generation = expected(plain, row, **settings.get(line, {}))
         assert row["token_ids"] == generation.token_ids
         assert (row["text"], row["finish_reason"]) == (generation.text, generation.finish_reason)
-        assert row["prompt_token_ids"] == lm.encode([{"role": "user", "content": row["prompt"]}])
+        assert row["prompt_token_ids"] == plain.encode([{"role": "user", "content": row["prompt"]}])
         assert row["num_prompt_tokens"] == generation.num_prompt_tokens
         assert row["num_output_tokens"] == len(generation.token_ids)
         assert row["seed"] == settings.get(line, {}).get("seed", content_seed(9, prompt=row["prompt"]))
@@ -98,7 +91,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     assert ran["state"] == "finished"
     assert ran["rows"] == 18
     assert ran["config"]["sampling"]["seed"] == 9
-    assert ran["base_fingerprint"] == lm.base.fingerprint
+    assert ran["base_fingerprint"] == plain.base.fingerprint
     assert (ran["verifier"], ran["lossless"]) == ("exact", True)
     assert ran["versions"]["ray"]
     tokens = sum(row["num_output_tokens"] for row in done.rows)
@@ -133,12 +126,12 @@ def test_a_job_whose_ray_ends_says_so(model: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_auto_says_what_it_chose(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+def test_auto_says_what_it_chose(run: Run, plain: SpeculativeLM, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{QUESTIONS[n % 4]} {n}"} for n in range(40)])
     settings = ["--engine.num_draft_tokens", "auto", "--sampling.ignore_eos", True, "--sampling.max_new_tokens", 80]
     done = run(source, *settings, drafter="auto")
     assert done.code == 0, done.stderr
-    asked = expected(lm, {"prompt": f"{QUESTIONS[1]} 1"}, max_new_tokens=80, ignore_eos=True)
+    asked = expected(plain, {"prompt": f"{QUESTIONS[1]} 1"}, max_new_tokens=80, ignore_eos=True)
     assert done.rows[1]["token_ids"] == asked.token_ids
     told = json.loads((done.folder / "run.json").read_text())["speculation"]
     assert told["steps"] == sum(choice["steps"] for choice in told["by_rows"]) > 0
@@ -248,8 +241,8 @@ def test_an_output_begun_with_another_draw_is_refused(run: Run, finished: Finish
 
 
 @pytest.mark.slow
-def test_rows_share_a_limited_memory(run: Run, lm: SpeculativeLM, finished_job: FinishedJob, tmp_path: Path) -> None:
-    row = lm.engine.batch.capacity * lm.base.new_cache(1, 1).nbytes / 2**30
+def test_rows_share_a_limited_memory(run: Run, plain: SpeculativeLM, finished_job: FinishedJob, tmp_path: Path) -> None:
+    row = plain.engine.batch.capacity * plain.base.new_cache(1, 1).nbytes / 2**30
     source = shutil.copy(finished_job.source, tmp_path)
     refused = run(source, *JOB_SETTINGS, "--engine.kv_gib", row / 2)
     assert refused.code == 2
@@ -284,7 +277,7 @@ def test_a_resubmission_writes_what_is_missing_and_no_more(run: Run, tmp_path: P
 
 
 @pytest.mark.slow
-def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+def test_parquet_messages_and_ids_of_their_own(run: Run, plain: SpeculativeLM, tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": f"{QUESTIONS[n]} {n}"}] for n in range(3)]
     table = pa.table({"chat": chats, "key": [30, 10, 20], "stamp": pa.array([1, 2, 3], pa.timestamp("ms"))})
     (tmp_path / "in").mkdir()
@@ -294,7 +287,7 @@ def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_
     assert done.code == 0, done.stderr
     assert [row["request_id"] for row in done.rows] == ["30", "10", "20"]
     assert [row["chat"] for row in done.rows] == chats
-    alone = [lm.generate(chat, max_new_tokens=12)[0] for chat in chats]
+    alone = [plain.generate(chat, max_new_tokens=12)[0] for chat in chats]
     assert [row["token_ids"] for row in done.rows] == [generation.token_ids for generation in alone]
     assert pa.parquet.read_table(done.folder / "data").schema.field("stamp").type == pa.timestamp("ms")
     assert done.errors == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from drafter import EngineConfig, SpeculativeLM
+from drafter import SpeculativeLM
 from jobs.report import main as report
 from pipeline.errors import InputError
 from pipeline.generate.config import parse_config
@@ -32,18 +31,11 @@ NOTHING: dict[str, Any] = {
 BOTH = ["--input", "a", "--output", "b"]
 
 
-@pytest.fixture(scope="module")
-def lm(model: Path) -> Iterator[SpeculativeLM]:
-    """Plain decoding, with whose records those of jobs must agree."""
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=4)) as loaded:
-        yield loaded
-
-
 def by_line(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {int(row["request_id"].rpartition(":")[2]): row for row in rows}
 
 
-def test_all_rows_are_records_of_one_schema(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+def test_all_rows_are_records_of_one_schema(run: Run, plain: SpeculativeLM, tmp_path: Path) -> None:
     prompts = [f"how many apples {n}" for n in range(5)]
     rows: list[Any] = [{"prompt": prompt} for prompt in prompts]
     source = write_jsonl(tmp_path / "in.jsonl", [*rows, {"prompt": "pens", "sampling": {"max_new_tokens": 3}}])
@@ -55,7 +47,7 @@ def test_all_rows_are_records_of_one_schema(run: Run, lm: SpeculativeLM, tmp_pat
     assert done.errors == []
 
     *whole, short = done.rows
-    expected = lm.chat(prompts, max_new_tokens=60, structured_outputs={"json": SCHEMA})
+    expected = plain.chat(prompts, max_new_tokens=60, structured_outputs={"json": SCHEMA})
     assert [row["token_ids"] for row in whole] == [one.token_ids for one in expected]
     for row, one in zip(whole, expected, strict=True):
         record = json.loads(row["text"])

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.dataset
 import pytest
 
-from drafter import EngineConfig, SpeculativeLM
+from drafter import SpeculativeLM
 from drafter.engine.handle import Handle
 from drafter.errors import EngineError, RequestTimeoutError
 from drafter.prompt import Prompt
@@ -37,7 +37,7 @@ def rows(count: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def test_programs_of_three_rounds_with_engines_killed(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, plain: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is lost, nothing is there twice, and tokens are those of the engine, call by call."""
     slow = partial(FragileEngine, notes=tmp_path, step_seconds=0.02)
@@ -56,15 +56,14 @@ def test_programs_of_three_rounds_with_engines_killed(
     begun = Counter((tmp_path / "begun").read_text().split())
     assert begun.keys() == {str(n) for n in range(30)}
     assert begun.total() - 30 <= 2 * 8  # so many are inside of an engine
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=2)) as lm:
-        for row in done.rows[::5]:
-            chat, said = [{"role": "user", "content": row["prompt"]}], []
-            for number, question in enumerate(("is it good", "mend it", "")):
-                more: dict[str, Any] = {"temperature": 0.8, "seed": sample_seed(row["seed"], 2)} if number == 2 else {}
-                (answer,) = lm.generate(chat, max_new_tokens=12, **more)
-                said.append(answer.token_ids)
-                chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
-            assert row["said"] == said
+    for row in done.rows[::5]:
+        chat, said = [{"role": "user", "content": row["prompt"]}], []
+        for number, question in enumerate(("is it good", "mend it", "")):
+            more: dict[str, Any] = {"temperature": 0.8, "seed": sample_seed(row["seed"], 2)} if number == 2 else {}
+            (answer,) = plain.generate(chat, max_new_tokens=12, **more)
+            said.append(answer.token_ids)
+            chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
+        assert row["said"] == said
     for row in done.rows:
         assert row["num_calls"] == len(row["said"]) == 3
         assert row["num_output_tokens"] == sum(map(len, row["said"]))

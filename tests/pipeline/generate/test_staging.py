@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pyarrow import fs
 from ray.exceptions import WorkerCrashedError
 
-from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from drafter import SamplingParams, SpeculativeLM
 from drafter.requests import hashed_seed, sample_seed
 from pipeline.errors import InputError, JobError
 from pipeline.generate.row_keys import content_hash
@@ -215,7 +215,7 @@ def test_samples_cross_the_borders_of_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_of_several_samples(run: Run, model: Path, tmp_path: Path) -> None:
+def test_a_job_of_several_samples(run: Run, plain: SpeculativeLM, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "how many"}, {"prompt": "does she", "seed": 5}])
     done = run(source, "--reading.samples", 2, "--sampling.temperature", 1, "--sampling.logprobs", 1)
     assert done.code == 0, done.stderr
@@ -229,20 +229,19 @@ def test_a_job_of_several_samples(run: Run, model: Path, tmp_path: Path) -> None
         5,
         4983930932166335007,
     ]
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=2)) as lm:
-        for row in done.rows:
-            chat = [{"role": "user", "content": row["prompt"]}]
-            settings = {"max_new_tokens": 12, "temperature": 1.0, "seed": row["seed"], "logprobs": 1}
-            alone = lm.generate([chat], **settings)[0]
-            assert row["token_ids"] == alone.token_ids
-            assert alone.logprobs is not None
-            assert [one["token_id"] for one in row["logprobs"]] == row["token_ids"]
-            assert [one["logprob"] for one in row["logprobs"]] == pytest.approx(
-                [one.logprob for one in alone.logprobs], abs=1e-4
-            )
-            assert [len(one["top"]) for one in row["logprobs"]] == [1] * len(row["token_ids"])
-            assert sum(row["per_step_accepted"]) == row["num_accepted_draft_tokens"]
-            assert len(row["per_step_accepted"]) == row["num_decode_steps"]
+    for row in done.rows:
+        chat = [{"role": "user", "content": row["prompt"]}]
+        settings = {"max_new_tokens": 12, "temperature": 1.0, "seed": row["seed"], "logprobs": 1}
+        alone = plain.generate([chat], **settings)[0]
+        assert row["token_ids"] == alone.token_ids
+        assert alone.logprobs is not None
+        assert [one["token_id"] for one in row["logprobs"]] == row["token_ids"]
+        assert [one["logprob"] for one in row["logprobs"]] == pytest.approx(
+            [one.logprob for one in alone.logprobs], abs=1e-4
+        )
+        assert [len(one["top"]) for one in row["logprobs"]] == [1] * len(row["token_ids"])
+        assert sum(row["per_step_accepted"]) == row["num_accepted_draft_tokens"]
+        assert len(row["per_step_accepted"]) == row["num_decode_steps"]
 
     # Another number of samples is another meaning.
     assert "reading.samples was 2, is now 1" in run(source, "--sampling.temperature", 1, "--sampling.logprobs", 1).error

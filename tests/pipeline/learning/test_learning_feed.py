@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drafter.errors import LoadError
 from drafter.llm import SpeculativeLM
+from drafter.methods.learning.drafter import ChangingHead
 from drafter.methods.learning.rows import SampleTap
 from drafter.parts.learning import EndedRow
 from pipeline.learning.feed import Answer, LearningFeed
@@ -43,7 +44,7 @@ class Teacher:
         return self._rows
 
 
-class Engine:
+class Engine(ChangingHead):
     """What a feed sees of an engine; it refuses the version 13, and has no memory for the version 15."""
 
     def __init__(self) -> None:

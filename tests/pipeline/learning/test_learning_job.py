@@ -25,6 +25,7 @@ from tests.support.paths import ROOT
 from tests.support.quick_learner import quick_settings
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
 PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in range(600)]
 LEARNING = ("--learning", "true", "--learning.head", "new", "--learning.share", 1, "--engine.num_draft_tokens", "auto")
 
@@ -75,7 +76,6 @@ def kill_both(notes: Path, over: threading.Event) -> None:
         (notes / "go").touch()  # whatever has failed, the job comes to its end
 
 
-@pytest.mark.slow
 def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +121,6 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     assert min(row["drafter_version"] for row in made_again if row["drafter_version"] is not None) >= last
 
 
-@pytest.mark.slow
 def test_jobs_work_without_the_method(tmp_path: Path) -> None:
     for package in ("drafter", "pipeline", "jobs"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))

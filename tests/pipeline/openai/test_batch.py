@@ -12,7 +12,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
+from drafter import Generation, SamplingParams, SpeculativeLM
 from drafter.requests import TokenLogprob, hashed_seed, sample_seed
 from drafter.statistics import DecodeCounts
 from drafter.text.tokenizers import load_tokenizer
@@ -37,13 +37,6 @@ def line(custom_id: Any, url: str = CHAT, **body: Any) -> dict[str, Any]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def lm(model: Path) -> Any:
-    """The engine that the job must agree with."""
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=2)) as lm:
-        yield lm
 
 
 RECORD = {
@@ -79,7 +72,7 @@ BATCH_LINES: list[Any] = [
 ]
 
 
-def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+def test_a_batch_is_answered_as_openai_answers(run: Run, plain: SpeculativeLM, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "batch.jsonl", BATCH_LINES)
     done = run(source, "--writing.rows_per_file", 4, "--sampling.seed", 3)
     assert done.code == 0, done.stderr
@@ -113,7 +106,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
 
     # Token for token what the engine gives.
     chat = ChatCompletion.model_validate(answers["greedy"], strict=True)
-    alone = lm.generate([HELLO], max_new_tokens=6)[0]
+    alone = plain.generate([HELLO], max_new_tokens=6)[0]
     assert chat.choices[0].message.content == alone.text
     assert chat.choices[0].finish_reason == alone.finish_reason
     assert chat.model == "gpt-4o"
@@ -131,7 +124,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     chat = ChatCompletion.model_validate(answers["sampled"], strict=True)
     for index, choice in enumerate(chat.choices):
         settings = SamplingParams(5, temperature=1, seed=sample_seed(5, index), logprobs=2)
-        alone = lm.generate([HELLO], settings)[0]
+        alone = plain.generate([HELLO], settings)[0]
         assert choice.message.content == alone.text
         assert rows[f"sampled#{index}"]["seed"] == settings.seed
         assert choice.logprobs is not None
@@ -140,7 +133,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
         told = choice.logprobs.content
         assert [one.logprob for one in told] == pytest.approx([one.logprob for one in alone.logprobs], abs=1e-4)
         assert [len(one.top_logprobs) for one in told] == [2] * len(told)
-        texts = [token_text(lm.tokenizer, one.token_id) for one in alone.logprobs]
+        texts = [token_text(plain.tokenizer, one.token_id) for one in alone.logprobs]
         assert [bytes(one.bytes or ()) for one in told] == [text.encode(errors="surrogateescape") for text in texts]
     assert chat.usage is not None
     assert chat.usage.prompt_tokens == alone.num_prompt_tokens
@@ -150,7 +143,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
 
     # Text completions: no chat template; the prompts' choices one after the other.
     completion = Completion.model_validate(answers["texts"], strict=True)
-    texts = [lm.generate(prompt, max_new_tokens=4)[0].text for prompt in ("how many", "does she")]
+    texts = [plain.generate(prompt, max_new_tokens=4)[0].text for prompt in ("how many", "does she")]
     assert [choice.text for choice in completion.choices] == [texts[0], texts[0], texts[1], texts[1]]
     assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
     assert all(choice.logprobs is not None and choice.logprobs.top_logprobs for choice in completion.choices)
@@ -158,7 +151,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     assert tokens.usage is not None
     assert tokens.usage.prompt_tokens == 3
     assert rows["tokens#0"]["prompt_token_ids"] == [7, 8, 9]
-    assert answers["parts"]["choices"][0]["message"]["content"] == lm.generate([HELLO], max_new_tokens=12)[0].text
+    assert answers["parts"]["choices"][0]["message"]["content"] == plain.generate([HELLO], max_new_tokens=12)[0].text
 
     record = json.loads(answers["record"]["choices"][0]["message"]["content"])
     assert record in [{"fruit": fruit, "ripe": ripe} for fruit in ("apple", "pear") for ripe in (True, False)]

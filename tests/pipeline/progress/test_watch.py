@@ -13,6 +13,8 @@ from pipeline.progress.watch import ProgressWatch
 from tests.pipeline.progress.conftest import engine
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 class Seen:
     """A viewer that keeps what it is shown."""
@@ -34,7 +36,6 @@ class MortalBoard(StatusBoard):
         return os.getpid()
 
 
-@pytest.mark.slow
 def test_progress_survives_the_death_of_its_actor(local_ray: None) -> None:
     board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(MortalBoard).remote()
     seen = Seen()

@@ -21,7 +21,6 @@ import pytest
 from drafter import EngineConfig, SpeculativeLM
 from pipeline.cluster.ray_cluster import free_ports
 from pipeline.serving.replica import Answers
-from tests.pipeline.conftest import model as model  # the jobs' tests have one with a chat template
 from tests.support.local_endpoint import served
 from tests.support.paths import ROOT
 from tests.support.prepared_workers import PreparedWorkers, prepared_workers
@@ -33,13 +32,6 @@ SLOTS = 4
 """Of each of the endpoint's two replicas."""
 SESSIONS = 16
 """That the endpoint's devices may have."""
-
-
-@pytest.fixture(scope="session")
-def plain(model: Path) -> Iterator[SpeculativeLM]:
-    """The model without a drafter: what every answer must equal."""
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=4)) as lm:
-        yield lm
 
 
 @pytest.fixture(scope="session")

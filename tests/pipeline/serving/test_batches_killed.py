@@ -15,6 +15,7 @@ from tests.pipeline.serving.conftest import KEY, NAME, Endpoint, started
 from tests.pipeline.serving.test_batches import begin, chat, client, ended, lines, results
 from tests.support.waiting import PATIENCE, wait_until
 
+pytestmark = pytest.mark.slow
 LINES = 400
 
 
@@ -38,7 +39,6 @@ def kill(processes: list[psutil.Process]) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_each_line_is_there_once_whatever_is_killed(model: Path, plain: SpeculativeLM, tmp_path: Path) -> None:
     settings = {
         "drafter": "ngram",

@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from pipeline.serving import connections as module
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.connections import Connections, names_loopback
+from pipeline.serving.connections import Connections
 from pipeline.serving.keys import Keys
+from pipeline.serving.request_checks import names_loopback
 from tests.support.local_endpoint import listening
 from tests.support.waiting import PATIENCE, wait_until
 

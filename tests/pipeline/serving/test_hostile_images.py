@@ -50,11 +50,15 @@ def film(kind: str, frames: int) -> bytes:
     return stream.getvalue()
 
 
+def bomb(kind: bytes) -> bytes:
+    """A part of a PNG that is 64 MiB once it is unpacked."""
+    return chunk(kind, b"a\0\0" + zlib.compress(bytes(64 << 20), 9))
+
+
 def uri(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-BOMB = zlib.compress(bytes(64 << 20), 9)
 SMALL = uri(png(64, 64))
 LONGEST = 900_000
 HOSTILE: dict[str, tuple[Callable[[], list[str]], str | None]] = {
@@ -66,8 +70,8 @@ HOSTILE: dict[str, tuple[Callable[[], list[str]], str | None]] = {
     "largest": (lambda: [uri(png(5016, 5016, 8, 2))], None),
     "many": (lambda: [uri(png(880, 880))] * 32, None),
     "tiny": (lambda: [uri(png(1, 1))] * 32, None),
-    "text": (lambda: [uri(png(8, 8, chunks=chunk(b"zTXt", b"a\0\0" + BOMB)))], "damaged"),
-    "profile": (lambda: [uri(png(8, 8, chunks=chunk(b"iCCP", b"a\0\0" + BOMB)))], "damaged"),
+    "text": (lambda: [uri(png(8, 8, chunks=bomb(b"zTXt")))], "damaged"),
+    "profile": (lambda: [uri(png(8, 8, chunks=bomb(b"iCCP")))], "damaged"),
     "film": (lambda: [uri(film("GIF", 3000))], None),
     "webp": (lambda: [uri(film("WEBP", 1000))], None),
     "blanks": (lambda: [SMALL + " " * LONGEST], None),
@@ -104,7 +108,7 @@ def peak_bytes() -> Iterator[Callable[[], int]]:
 
 
 @pytest.fixture(scope="module")
-def seeing() -> Iterator[SpeculativeLM]:
+def seeing(started_preparations: None) -> Iterator[SpeculativeLM]:
     with SpeculativeLM.from_pretrained(EMBEDDED_DIGITS, "none", max_num_seqs=4) as lm:
         yield lm
 

@@ -23,6 +23,7 @@ from drafter.target_model.loading import load_base
 from tests.pipeline.serving.conftest import KEY, NAME, Endpoint, started
 from tests.support.waiting import PATIENCE, wait_until
 
+pytestmark = pytest.mark.slow
 OTHER = "sk-of-who-did-not-agree"
 LEARNING: dict[str, Any] = {
     "learning": "true",
@@ -80,7 +81,6 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return {**LEARNING, "learning.agreed": agreed, "learning.folder": tmp_path / "learnt"}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_tokens_are_those_of_plain_decoding_and_only_who_agreed_is_learnt_from(
     model: Path, plain: SpeculativeLM, tmp_path: Path, settings: dict[str, Any]

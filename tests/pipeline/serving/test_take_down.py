@@ -21,6 +21,8 @@ from pipeline.serving.job import take_down
 from tests.pipeline.serving.conftest import KEY, NAME, started
 from tests.support.waiting import PATIENCE, wait_until
 
+pytestmark = pytest.mark.slow  # they start Ray Serve
+
 
 class Nothing:
     """A deployment that costs nothing."""
@@ -37,7 +39,6 @@ def applications(local_ray: None) -> Iterator[None]:
     serve.shutdown()
 
 
-@pytest.mark.slow  # it starts Ray Serve
 def test_other_applications_stay(applications: None) -> None:
     for _ in range(2):  # the second time there is nothing to take down
         take_down(threading.Event())
@@ -45,7 +46,6 @@ def test_other_applications_stay(applications: None) -> None:
         assert running == {"other": "RUNNING"}
 
 
-@pytest.mark.slow  # it starts Ray Serve
 def test_clients_that_do_not_read_are_not_waited_for(plain: SpeculativeLM, model: Path, tmp_path: Path) -> None:
     """Nor are devices that are connected."""
     settings = {"drafter": "none", "limits.receive_seconds": 2 * PATIENCE, "limits.seconds": 2 * PATIENCE}

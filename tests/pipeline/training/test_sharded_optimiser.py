@@ -26,6 +26,7 @@ from pipeline.training.sharded_optimiser import ShardedOptimiser, head_of
 from pipeline.training.steps import share
 from tests.support.models import random_model
 
+pytestmark = pytest.mark.slow
 STEPS, STOP = 5, 3
 SETTINGS = TrainingSettings(steps=STEPS, anchors_per_text=6, learning_rate=1e-2, warmup_steps=2, clip=0.5)
 HEAD = {"num_frames": 5, "depth": 3, "num_heads": 2, "intermediate_size": 48}
@@ -103,7 +104,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Curve]]:
     return ranks[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(SHARDINGS)))
 def test_every_stage_on_two_workers_is_the_plain_step_on_one(
     found: list[list[Curve]], tiny_base: BaseModel, index: int

@@ -18,8 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 from drafter.embedded import EMBEDDED_DIGITS
-from drafter.images.loading import load_with_processor
+from drafter.images.loading import Eyes
 from drafter.prompt import Prompt
+from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.targets import base_hidden_states
@@ -29,6 +30,7 @@ from tests.pipeline.conftest import job_arguments
 from tests.pipeline.training.conftest import Train
 from tests.support.images import asked
 
+pytestmark = pytest.mark.slow
 QUESTIONS = ("Read the digits.", "Add the digits.")
 SETTINGS: dict[str, Any] = {
     "head": json.dumps({"num_frames": 4, "depth": 3}),
@@ -55,7 +57,6 @@ def distilled(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / "out"
 
 
-@pytest.mark.slow
 def test_heads_learn_from_what_the_engine_sees(distilled: Path, train: Train, tmp_path: Path) -> None:
     (distilled.parent / "0.png").unlink()
     (distilled.parent / "1.png").write_bytes((distilled.parent / "2.png").read_bytes())
@@ -75,7 +76,8 @@ def test_heads_learn_from_what_the_engine_sees(distilled: Path, train: Train, tm
     texts = pyarrow.parquet.read_table(staged / "part-000000.parquet").to_pylist()
     stored = pyarrow.parquet.read_table(staged / "part-000000.hidden.parquet")["hidden"].to_pylist()
     sheets = {file.read_bytes(): Image.open(file) for file in sorted(distilled.parent.glob("[2-7].png"))}
-    base, processor = load_with_processor(EMBEDDED_DIGITS, device="cpu")
+    eyes = Eyes()
+    base, processor = load_base(EMBEDDED_DIGITS, device="cpu", eyes=eyes), eyes.processor
     assert processor is not None
     for text, content in zip(texts, stored, strict=True):
         tokens, length = text["tokens"], text["prompt_length"]
@@ -103,7 +105,6 @@ def prefilled(base: BaseModel, prompt: Prompt, tokens: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.slow
 def test_a_head_that_reads_several_layers_learns_from_images(distilled: Path, train: Train) -> None:
     """Also where the states are computed again in each step, by two workers, and a teacher reads a layer more."""
     head = json.dumps({"depth": 3, "num_heads": 2, "intermediate_size": 48})

@@ -16,6 +16,7 @@ from tests.pipeline.training.conftest import Train, Training
 from tests.support.damage import cut, empty, files_below, tear
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
 CHECKPOINTS = [f"_checkpoints/step-000000{step}" for step in (20, 24)]
 FINISHED = [
     "run.json tensorboard/* _checkpoints/checkpoint_manager_snapshot.json head/model.safetensors _staged/texts.json",
@@ -71,27 +72,23 @@ def assert_same(done: Training, unbroken: Training) -> None:
     assert "_lease.json" not in files_below(done.folder)
 
 
-@pytest.mark.slow
 def test_these_are_all_files(unbroken: Training, unfinished: Training) -> None:
     assert named(unbroken.folder) == set(" ".join(FINISHED).split())
     assert named(unfinished.folder) == set(" ".join(FINISHED).split()) - set(LAST)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("files", FINISHED)
 def test_torn_files_of_a_finished_run(train: Train, finished: Training, unbroken: Training, files: str) -> None:
     tear(finished.folder, files, empty)
     assert_same(train(output=finished.folder), unbroken)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("files", UNFINISHED)
 def test_torn_files_of_an_unfinished_run(train: Train, unfinished: Training, unbroken: Training, files: str) -> None:
     tear(unfinished.folder, files, cut)
     assert_same(train(output=unfinished.folder), unbroken)
 
 
-@pytest.mark.slow
 def test_a_torn_checkpoint_is_told_and_the_one_before_is_used(
     train: Train, finished: Training, unbroken: Training
 ) -> None:
@@ -107,7 +104,6 @@ def test_a_torn_checkpoint_is_told_and_the_one_before_is_used(
     assert steps[0] == 21
 
 
-@pytest.mark.slow
 def test_one_submission_trains_at_a_time(train: Train, unfinished: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     beat = 1.0
     monkeypatch.setattr("pipeline.training.job.Lease", lambda file, lost: Lease(file, lost, beat))
@@ -117,7 +113,6 @@ def test_one_submission_trains_at_a_time(train: Train, unfinished: Training, mon
     assert "another submission works on output" in refused.error
 
 
-@pytest.mark.slow
 def test_a_submission_that_has_lost_its_lease_stops(
     train: Train, unbroken: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

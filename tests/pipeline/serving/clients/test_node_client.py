@@ -14,11 +14,11 @@ from drafter.native.build import cache_folder
 from tests.pipeline.serving.conftest import NAME
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("with_node.mjs")
 PACKAGE = "openai@6.49.0"
 
 
-@pytest.mark.slow
 def test_the_node_client(local: str, plain: SpeculativeLM) -> None:
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:

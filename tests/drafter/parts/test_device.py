@@ -5,26 +5,32 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from drafter.budget.contract import StepObservation
-from drafter.drafters.contract import Ask, DraftContext, Drafter, PlainDecoding
-from drafter.drafters.late import BesideDrafter
+from drafter.drafters.contract import Ask, Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
+from drafter.parts.contract import RowDrafts
+from drafter.parts.steering import steered
 from drafter.requests import Generation, Request, SamplingParams
+from drafter.structured_outputs import StructuredOutputs
 from drafter.target_model.model import BaseModel
-from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.token_tree import TokenTree
+from tests.support.guides import RuleGuides
 from tests.support.models import (
+    EOS,
+    VOCABULARY,
     AdversarialDrafter,
     SpellingTokenizer,
+    decode,
     finish,
     plainly,
     random_prompts,
     run_engine,
     tokens_of,
 )
+from tests.support.trees import FORK
 
 DRAFTED = 6
 
@@ -38,7 +44,7 @@ def requests_of(count: int) -> list[Request]:
 
 def engine_of(base: BaseModel, own: Drafter, slots: int) -> Engine:
     config = EngineConfig(max_num_seqs=slots, num_draft_tokens=4, max_model_len=96)
-    return Engine(base, BesideDrafter(own, DRAFTED), SpellingTokenizer(), config)
+    return Engine(base, own, SpellingTokenizer(), config, brought=DRAFTED)
 
 
 class Device:
@@ -109,7 +115,7 @@ def test_what_came_is_verified_whole_and_a_budget_hears_nothing_of_it(tiny_base:
     seen: list[StepObservation] = []
 
     class Listening:
-        def plan(self, load: object) -> Ask:
+        def plan(self, rows: int) -> Ask:
             return Ask(0)
 
         def observe(self, step: StepObservation) -> None:
@@ -123,8 +129,7 @@ def test_what_came_is_verified_whole_and_a_budget_hears_nothing_of_it(tiny_base:
     requests = [Request(prompt, SamplingParams(9, ignore_eos=True)) for prompt in ([5, 6, 7], [8, 9])]
     expected = run_engine(tiny_base, PlainDecoding(), requests)
     config = EngineConfig(max_num_seqs=2, max_model_len=96)
-    drafter = BesideDrafter(PlainDecoding(), 4)
-    engine = Engine(tiny_base, drafter, SpellingTokenizer(), config, budget=Listening())
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config, budget=Listening(), brought=4)
     handles = [engine.submit(request) for request in requests]
     handles[0].draft(expected[0].token_ids[:8], range(-1, 7), 0)  # more than are verified at once
     finish(engine)
@@ -132,23 +137,26 @@ def test_what_came_is_verified_whole_and_a_budget_hears_nothing_of_it(tiny_base:
     assert [(one.rows, one.trees, one.seconds is None) for one in seen[:2]] == [(1, None, True), (2, None, False)]
 
 
-def test_a_row_without_a_draft_has_the_own_drafters_tree() -> None:
-    class Fives(Drafter):
-        spec = PlainDecoding.spec
+def test_a_row_without_a_draft_keeps_its_tree() -> None:
+    two = TokenTree(*(part.repeat(2, 1) for part in vars(FORK).values()))
+    brought = RowDrafts([8, 9, 1], [-1, 0, -1], [1, 2, 1], [-0.5, -1.0, -0.5])
+    tree, forced = steered(two, [None, None], 2, 8, 4, [None, brought])
+    assert tree.tokens.tolist() == [[7, 3, 5, -1], [7, 8, 1, 9]]
+    assert tree.parents.tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
+    assert forced == [0, 0]
 
-        def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-            tokens = torch.full((len(context.tokens), 1 + ask.nodes), 5)
-            tokens[:, 0] = context.pending
-            parents = torch.arange(1 + ask.nodes).sub(1).clamp_min(0).expand(len(tokens), -1)
-            depths = torch.arange(1 + ask.nodes).expand(len(tokens), -1)
-            return TokenTree(tokens, parents, depths, -depths.float())
 
-    drafter = BesideDrafter(Fives(), 3)
-    drafter._drafts = [[], [(7, -1, 1), (8, -1, 1), (9, 1, 2)]]
-    context = DraftContext(torch.tensor([[1, 2], [1, 3]]), None, torch.tensor([1, 1]), [1, 1])
-    tree = drafter.with_brought(drafter.propose(context, Ask(1)), (0, 3))
-    assert tree.tokens.tolist() == [[2, 5, -1, -1], [3, 7, 8, 9]]
-    assert tree.parents.tolist() == [[0, 0, 0, 0], [0, 0, 0, 2]]
-    assert drafter.with_brought(root_only(context.pending), (0, 2)).tokens.tolist() == [[2, -1, -1], [3, 7, 8]]
-    assert [Ask(2, brought=counts).own for counts in ((), (0, 3), (1, 3))] == [Ask(2), Ask(2), Ask(0)]
-    assert drafter.propose(context, Ask(2)).tokens.tolist() == [[2, 5, 5], [3, 5, 5]]
+def test_what_was_brought_is_cut_by_the_rows_guide(tiny_base: BaseModel) -> None:
+    guides = RuleGuides(lambda output: {5, 6} if len(output) < 6 else {EOS}, VOCABULARY, EOS)
+    guided = SamplingParams(9, structured_outputs=StructuredOutputs(regex="x"))
+    requests = [Request([5, 6, 7], guided), Request([8, 9], SamplingParams(9, ignore_eos=True))]
+    config = EngineConfig(max_num_seqs=2, max_model_len=96, num_draft_tokens=3)
+    expected = decode(Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config, guides=guides), requests)
+    own = AdversarialDrafter(0, nodes=3)
+    engine = Engine(tiny_base, own, SpellingTokenizer(), config, guides=guides, brought=DRAFTED)
+    handles = [engine.submit(request) for request in requests]
+    right = expected[0].token_ids[:4]
+    handles[0].draft([4, *right], [-1, -1, 1, 2, 3], 0)  # the first one is forbidden
+    found = finish(engine, handles)
+    assert tokens_of(found) == tokens_of(expected)
+    assert (found[0].counts.per_step_accepted[0], found[0].valid) == (4, True)
