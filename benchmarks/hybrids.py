@@ -1,11 +1,11 @@
-"""Draft trees for a model with recurrent layers, beside one of the same size with softmax attention.
+"""A model with recurrent layers beside one with softmax attention: plain decoding, and draft trees.
 
-    python -m benchmarks.hybrids build/hybrid build/softmax --heads build/heads/hybrid build/heads/softmax \
-        --output benchmarks/results/hybrids
+    python -m benchmarks.hybrids drafter/embedded/hybrid drafter/embedded/base \
+        --heads drafter/embedded/other_heads/hybrid drafter/embedded/heads/ctc --output benchmarks/results/hybrids
 
-Of each model: the speed with its head relative to plain decoding, what its cache takes, and how long a forward over
-random draft trees takes, at once and with paths as rows. In the latter, which any model can do, the model's own code
-runs each path to a leaf as a text of its own, behind a copy of the row's cache.
+Plain decoding is timed in turns. Of each model: the speed with its head relative to plain decoding, what its cache
+takes, and how long a forward over random draft trees takes, at once and with paths as rows. In the latter, which any
+model can do, the model's own code runs each path to a leaf as a text of its own, behind a copy of the row's cache.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,11 +29,15 @@ from transformers import Cache, DynamicCache
 
 from benchmarks.never_slower import DATA
 from drafter.devices import synchronise
+from drafter.drafters.contract import PlainDecoding
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import PLAIN, RESULTS_FILE, Plan, Results, figures, write_json
 from drafter.evaluation.tables import markdown_table
+from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import CacheBytes, TargetCache
 from drafter.target_model.kv_cache import cache_name
 from drafter.target_model.loading import load_base
@@ -41,11 +46,23 @@ from drafter.target_model.nodes import TreeNodes
 from drafter.text.tokenizers import load_tokenizer
 from drafter.tree.token_tree import TokenTree
 
-COSTS_FILE, TABLE_FILE = "costs.json", "hybrids.md"
+COSTS_FILE, RATES_FILE, TABLE_FILE = "costs.json", "rates.json", "hybrids.md"
 BATCHES, NODES = (1, 4, 16), (7,)
+ROWS = (1, 16, 64, 256)  # of plain decoding
+_PROMPT, _NEW, _FEWEST, _RATES = 32, 32, 4, 3  # tokens, the least number of requests, turns
 _CONTEXT, _WARM_UP, _TURNS = 256, 1, 5
 _LONG = 512  # tokens of a row whose memory the page has
 _QUESTIONS = "gsm8k/test.jsonl"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens per second of plain decoding, prompts included: the median of some turns."""
+
+    model: str
+    rows: int
+    rate: float
+    cpu_rate: float  # tokens per second of a processor
 
 
 @dataclass(frozen=True)
@@ -78,8 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(args.heads) not in (0, len(args.models)):
         parser.error("there must be a head for each model, or none")
     command = shlex.join(["python", "-m", "benchmarks.hybrids", *given])
+    bases = {folder: load_base(folder) for folder in args.models}
+    rates = [asdict(rate) for rows in ROWS for rate in measure_rates(bases, rows)]
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(args.output / RATES_FILE, {"load": os.getloadavg()[0], "rates": rates})
     for number, folder in enumerate(args.models):
-        base, output = load_base(folder), args.output / folder.name
+        base, output = bases[folder], args.output / folder.name
         output.mkdir(parents=True, exist_ok=True)
         if args.heads:
             measure_speed(base, folder, args.heads[number], args, command).save(output)
@@ -87,6 +108,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = {"environment": environment(base, command), "cache": asdict(base.cache_bytes), "costs": costs}
         write_json(output / COSTS_FILE, record)
     print(write_page(args.output, [folder.name for folder in args.models]))
+
+
+def measure_rates(bases: Mapping[Path, BaseModel], rows: int) -> list[Rate]:
+    """Decode plainly by the model of each folder in turns, so many rows at a time."""
+    requests = [
+        Request(prompt, SamplingParams(_NEW, ignore_eos=True))
+        for prompt in torch.randint(
+            5, 2_000, (max(rows, _FEWEST), _PROMPT), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+    ]
+    config = EngineConfig(max_num_seqs=rows, max_model_len=_PROMPT + _NEW, kept_rows=0)
+    engines = {
+        folder.name: Engine(base, PlainDecoding(), load_tokenizer(folder), config) for folder, base in bases.items()
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    for turn in range(_WARM_UP + _RATES):
+        for name, engine in engines.items():
+            start, cpu_start = time.perf_counter(), time.process_time()
+            for request in requests:
+                engine.submit(request)
+            while not engine.idle:
+                engine.step()
+            if turn >= _WARM_UP:
+                found[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
+    count = len(requests) * _NEW
+    return [
+        Rate(name, rows, *(count / median(seconds) for seconds in zip(*taken, strict=True)))
+        for name, taken in found.items()
+    ]
 
 
 def measure_speed(base: BaseModel, folder: Path, head: Path, args: argparse.Namespace, command: str) -> Results:
@@ -217,15 +267,20 @@ def write_page(folder: Path, names: Sequence[str]) -> str:
     memory = [{"model": name} | _memory(CacheBytes(**record["cache"])) for name, record in records.items()]
     costs = [{"model": name} | _cost(Cost(**cost)) for name, record in records.items() for cost in record["costs"]]
     where = next(iter(records.values()))["environment"]
+    measured = json.loads((folder / RATES_FILE).read_text(encoding="utf-8"))
     parts = [
         "# A hybrid beside softmax attention",
-        f"{machine(where)}, {where['threads']} threads, {where['dtype']}; models of equal width, depth and training. "
+        f"{machine(where)}, {where['threads']} threads, load {measured['load']:.1f}, {where['dtype']}. "
         f"`{where['command']}`, commit {where['commit']}, {where['date']}.",
+        "## Plain decoding",
+        f"Prompts of {_PROMPT} random tokens, {_NEW} new ones each, in turns. ÷: of the first model's rate by the "
+        "last one's, by the clock and by seconds of a processor.",
+        markdown_table(_ratios([Rate(**rate) for rate in measured["rates"]])),
     ]
     if speeds:
         parts += [
             "## Speed",
-            "Greedy, on questions of GSM8K's test split, with heads of the same kind and training. β: new tokens per "
+            "Greedy, on questions of GSM8K's test split. β: new tokens per "
             "forward. γ: speed relative to plain decoding in the same engine and run.",
             markdown_table(speeds),
         ]
@@ -243,6 +298,19 @@ def write_page(folder: Path, names: Sequence[str]) -> str:
     page = "\n\n".join(parts)
     (folder / TABLE_FILE).write_text(page + "\n", encoding="utf-8")
     return page
+
+
+def _ratios(rates: Sequence[Rate]) -> list[dict[str, object]]:
+    rows = []
+    for number in sorted({one.rows for one in rates}):
+        some = [one for one in rates if one.rows == number]
+        row: dict[str, object] = {"rows": number}
+        row |= {f"{one.model}, tokens/s": f"{one.rate:.0f}" for one in some}
+        row["÷"] = f"{some[0].rate / some[-1].rate:.2f}"
+        row |= {f"{one.model}, tokens/s of a processor": f"{one.cpu_rate:.0f}" for one in some}
+        row["÷ of a processor"] = f"{some[0].cpu_rate / some[-1].cpu_rate:.2f}"
+        rows.append(row)
+    return rows
 
 
 def _speeds(folder: Path, name: str) -> list[dict[str, object]]:

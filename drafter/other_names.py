@@ -71,6 +71,7 @@ NOT_SUPPORTED = {
     **dict.fromkeys(("max_concurrent_batches", "max_pending_requests", "max_tasks_in_flight_per_actor"), _FOLLOWS),
     **dict.fromkeys(("apply_chat_template", "chat_template_stage", "detokenize_stage", "tokenize_stage"), _STAGES),
     **dict.fromkeys(("apply_detokenize", "detokenize", "has_image", "tokenize"), _STAGES),
+    "acceptance": "rows are what the target model says; drafter evaluate measures with forced acceptance",
     "assistant_model": "load the model with drafter='model:FOLDER'",
     "enable_chunked_prefill": "long prompts are always read in parts",
     "enable_prefix_caching": "prompts that begin alike always share that part: see kept_rows",

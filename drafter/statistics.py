@@ -10,6 +10,9 @@ from math import sqrt
 from statistics import median
 from typing import Any
 
+_TELLING_STEPS = 200  # steps that drafted, of which so few accepted tokens are no chance
+_HARDLY_ABOVE_PLAIN = 1.1  # tokens of such a step
+
 
 @dataclass
 class DecodeCounts:
@@ -235,6 +238,20 @@ def acceptance_by_depth(counts: DecodeCounts) -> list[float]:
     histogram = counts.acceptance_histogram
     steps = sum(histogram)
     return [sum(histogram[depth:]) / steps for depth in range(1, len(histogram))] if steps else []
+
+
+def rejection_warning(counts: DecodeCounts) -> str | None:
+    """Return a sentence about a drafter of which hardly a draft token is accepted; None where that is not so.
+
+    Such a head is mostly another target model's. Steps that did not draft say nothing.
+    """
+    steps, accepted = counts.num_spec_steps, counts.num_accepted_draft_tokens
+    if steps < _TELLING_STEPS or 1 + accepted / steps >= _HARDLY_ABOVE_PLAIN:
+        return None
+    return (
+        f"WARNING: only {accepted:,} of {counts.num_draft_tokens:,} draft tokens were accepted in {steps:,} steps that "
+        "drafted: is the drafter made for this target model?"
+    )
 
 
 def speculated_share(counts: DecodeCounts) -> float:

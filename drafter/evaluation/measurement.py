@@ -17,11 +17,11 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import Decoder, Run, decode_all, differing_tokens, in_turns, room_for, warm_up
 from drafter.evaluation.environment import environment
+from drafter.evaluation.forced import Answers, ForcedAcceptance, known_answers
 from drafter.evaluation.questions import Prompt, Question, check_batches, prompts_of
 from drafter.evaluation.results import PLAIN, STAGES, Arm, Cell, Plan, Results, Setting, Skipped, StageSums
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
-from drafter.requests import Request
 from drafter.statistics import DecodeCounts, total
 from drafter.target_model.model import BaseModel
 
@@ -53,7 +53,7 @@ class Evaluation:
         self._arms: list[Arm] = []
         self._skipped: list[Skipped] = []
         for name, tree in product(plan.drafters, plan.trees):
-            arms = [Arm(name, tree, nodes) for nodes in plan.num_draft_tokens]
+            arms = [Arm(name, tree, nodes, plan.acceptance) for nodes in plan.num_draft_tokens]
             try:
                 self._drafter(arms[0])
             except ValueError as error:
@@ -102,26 +102,35 @@ class Evaluation:
     ) -> Iterator[list[Cell] | Progress]:
         """Measure settings of one batch size with the same engines. They and their caches are freed afterwards."""
         rounds, requests = self._plan.rounds, {name: [one.request for one in some] for name, some in prompts.items()}
-        decoders = self._decoders(batch, [one for some in requests.values() for one in some])
+        decoders = self._decoders(batch, [one for some in prompts.values() for one in some])
         for setting, asked in requests.items():
             portions = [[request] for request in asked] if batch == 1 else [asked]
             for turn, runs in enumerate(in_turns(decoders, portions, rounds), start=1):  # noqa: B007 - read below
                 yield Progress(setting, turn, rounds * len(portions))
             yield [_cell_of(setting, arm, runs[arm], prompts[setting]) for arm in decoders]
 
-    def _decoders(self, batch: int, requests: Sequence[Request]) -> dict[Arm, Decoder]:
-        """Return decoders of all arms that can decode `requests`, warmed up."""
+    def _decoders(self, batch: int, prompts: Sequence[Prompt]) -> dict[Arm, Decoder]:
+        """Return decoders of all arms that can decode `prompts`, warmed up."""
         decoders: dict[Arm, Decoder] = {}
+        requests, answers = [one.request for one in prompts], known_answers(prompts)
         for arm in (PLAIN, *self._arms):
             nodes = "auto" if arm.nodes is None else arm.nodes
             config = room_for(requests, batch, num_draft_tokens=nodes, compile=self._plan.compile)
-            decoders[arm] = partial(decode_all, Engine(self._base, self._drafter(arm), self._tokenizer, config))
+            engine = Engine(self._base, self._drafter(arm, answers), self._tokenizer, config)
+            decoders[arm] = partial(decode_all, engine)
         for decode in decoders.values():
             warm_up(decode, requests, batch)
         return decoders
 
-    def _drafter(self, arm: Arm) -> Drafter:
-        """Return a new drafter for an arm. Raises `ValueError` if the drafter has no such tree."""
+    def _drafter(self, arm: Arm, answers: Answers | None = None) -> Drafter:
+        """Return a new drafter for an arm, which knows the answers if its acceptance is forced.
+
+        Raises `ValueError` if the drafter has no such tree.
+        """
+        drafter = self._own_drafter(arm)
+        return drafter if arm.acceptance is None else ForcedAcceptance(drafter, answers or {}, arm.acceptance)
+
+    def _own_drafter(self, arm: Arm) -> Drafter:
         if arm.nodes is None:
             return load_drafter(arm.drafter, self._base, 0)
         nodes = useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes

@@ -1,8 +1,9 @@
 """Questions to evaluate on, and their prompts, which are the same for every decoder.
 
 A line of a file is a JSON object with `turns`, the list of the user's messages, as in MT-bench; with `prompt` or
-`messages`, as `drafter generate` reads them; or with `question`, as in GSM8K. It may have `question_id` and `category`.
-Other keys, such as the right answer, are for scoring.
+`messages`, as `drafter generate` reads them; or with `question`, as in GSM8K. BFCL's `question` are lists of messages,
+and its `function` the schemas of what may be called. It may have `question_id` (`task_id`, `id`) and `category`. Other
+keys, such as the right answer, are for scoring.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from drafter.target_model.model import BaseModel
 from drafter.text.chat import encode_chat
 
 _KEYS = ("turns", "prompt", "messages", "question")  # keys of the question's text, in order of precedence
+_NAMES = ("question_id", "task_id", "id")
 
 
 class QuestionError(ValueError):
@@ -60,6 +62,11 @@ def read_questions(file: str | Path, limit: int | None = None) -> list[Question]
     questions = [_question(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not questions:
         raise QuestionError(f"question file {file} is empty: give one JSON object per line, with a prompt")
+    return spread(questions, limit)
+
+
+def spread(questions: list[Question], limit: int | None) -> list[Question]:
+    """Return at most `limit` questions, spread evenly."""
     if limit is None or limit >= len(questions):
         return questions
     return [questions[index * len(questions) // limit] for index in range(limit)]
@@ -84,14 +91,29 @@ def _question(file: str | Path, number: int, line: str) -> Question:
     if found is None:
         raise QuestionError(f"{where}: it must be an object with one of {', '.join(_KEYS)}")
     turns: Any = _turns_of(row[found], where) if found == "messages" else row[found]
-    if found in ("prompt", "question"):
+    if found == "question" and isinstance(turns, list):
+        turns = _turns_with_functions(turns, row.get("function"), where)
+    elif found in ("prompt", "question"):
         turns = [turns]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise QuestionError(f"{where}: its {found} must hold texts, at least one, none empty")
     category = row.get("category") or ""
     if not isinstance(category, str):
         raise QuestionError(f"{where}: category must be a text, not {category!r}")
-    return Question(str(row.get("question_id", f"line {number}")), category, tuple(turns))
+    name = next((str(row[key]) for key in _NAMES if key in row), f"line {number}")
+    return Question(name, category, tuple(turns))
+
+
+def _turns_with_functions(turns: list[Any], functions: Any, where: str) -> list[str]:
+    """Return the turns of BFCL's layout, each a list of messages, as texts; the functions stand before the first."""
+    try:
+        texts = ["\n\n".join(message["content"] for message in messages) for messages in turns]
+    except (KeyError, TypeError) as error:
+        raise QuestionError(f"{where}: its question must be a text, or a list of turns of {{role, content}}") from error
+    if texts and functions:
+        asked = "Answer with a call of one of these functions, as JSON:"
+        texts[0] = f"{asked}\n{json.dumps(functions, ensure_ascii=False)}\n\n{texts[0]}"
+    return texts
 
 
 def _turns_of(messages: Any, where: str) -> list[Any]:

@@ -33,12 +33,14 @@ Setting = tuple[float, int, str]
 class Arm:
     """One way to decode: a drafter as `load_drafter` takes it, its draft tree and number of draft tokens.
 
-    The latter are None for plain decoding, the drafter `none`.
+    The latter are None for plain decoding, the drafter `none`. `acceptance` is the β that was forced; see
+    `ForcedAcceptance`.
     """
 
     drafter: str
     tree: Tree | None = None
     nodes: Nodes | None = None
+    acceptance: float | None = None
 
     @property
     def method(self) -> str:
@@ -48,7 +50,8 @@ class Arm:
         """
         if self.tree is None:
             return "plain decoding" if self.drafter == "none" else self.drafter
-        return re.sub(r"[^:>+]*/", "", re.sub(r"(?<=[^:>+/])/head(?=/*(?:[>+]|$))", "", self.drafter).rstrip("/"))
+        name = re.sub(r"[^:>+]*/", "", re.sub(r"(?<=[^:>+/])/head(?=/*(?:[>+]|$))", "", self.drafter).rstrip("/"))
+        return name if self.acceptance is None else f"{name}, FORCED to β {self.acceptance:g}"
 
 
 PLAIN = Arm("none")
@@ -62,6 +65,7 @@ class Plan:
         drafters: Names as `load_drafter` takes them. A drafter without one of the `trees` is skipped there.
         samples: Answers to each question, each with its own seed, one after another.
         compile: Whether this project's engines compile the target model's forward.
+        acceptance: β that is forced upon the drafters, instead of what they are worth; see `ForcedAcceptance`.
 
     Raises:
         ValueError: A list is empty or has a value twice, or a value is out of range.
@@ -76,8 +80,11 @@ class Plan:
     rounds: int = 1
     max_new_tokens: int = 48
     compile: bool = False
+    acceptance: float | None = None
 
     def __post_init__(self) -> None:
+        if self.acceptance is not None and not 1 <= self.acceptance < math.inf:
+            raise ValueError(f"acceptance must be forced to at least 1 token a step, not {self.acceptance:g}")
         for name in ("drafters", "trees", "num_draft_tokens", "batches", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):

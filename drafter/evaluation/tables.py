@@ -3,20 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from drafter.evaluation.environment import machine
 from drafter.evaluation.intervals import Interval, sign_test
 from drafter.evaluation.results import PLAIN, STAGES, Arm, Cell, Figures, Results, Setting, figures
-from drafter.statistics import mean_acceptance_length
+from drafter.statistics import acceptance_by_depth, mean_acceptance_length, rejection_warning, total
 
-TABLE_FILE = "table.md"
+TABLE_FILE, LATEX_FILE = "table.md", "table.tex"
+_POSITIONS = 8
+_MOST_SETS = 4  # with more sets of questions a line of `speed_table` would be too long to be read
+_LATEX = {"β": r"$\beta$", "γ": r"$\gamma$", "%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#"}
 
 
 def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
     """Return rows as a Markdown table. The first row's keys are its header."""
     lines: list[list[object]] = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def latex_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return rows as a table of LaTeX's package `booktabs`. The first row's keys are its header."""
+    head, *lines = [list(map(_latex, map(str, cells))) for cells in (list(rows[0]), *(row.values() for row in rows))]
+    body = "\n".join(f"{' & '.join(cells)} \\\\" for cells in lines)
+    columns = "l" * len(head)
+    return (
+        f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n{' & '.join(head)} \\\\\n\\midrule\n{body}\n\\bottomrule\n"
+        "\\end{tabular}\n"
+    )
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)
+
+
+def acceptance_rows(found: Sequence[Figures]) -> list[dict[str, object]]:
+    """Return a row for each arm at each setting: its speed, β, and how many draft tokens steps accepted.
+
+    The column `≥ n` is the share of decode steps that accepted at least n draft tokens, so β is about one more than the
+    sum of these shares of all n.
+    """
+    rows = []
+    for one in found:
+        cell = one.cell
+        shares = acceptance_by_depth(total(cell.counts.values()))[:_POSITIONS]
+        shares += [0.0] * (_POSITIONS - len(shares))
+        rows.append(
+            {"questions": cell.questions, "T": f"{cell.temperature:g}", "batch": cell.batch}
+            | _named(cell.arm)
+            | {"β": "" if one.beta is None else with_interval(one.beta, one.beta_interval)}
+            | {f"≥ {place}": f"{share:.2f}" for place, share in enumerate(shares, start=1)}
+            | {"tokens/s": f"{one.rate:,.0f}", "γ": with_interval(one.gamma, one.gamma_interval)}
+            | {"differing": "" if cell.differing_tokens is None else cell.differing_tokens}
+        )
+    return rows
+
+
+def tree_ratios(found: Sequence[Figures]) -> list[dict[str, object]]:
+    """Return by how much more a drafter's exact tree brings than its chain of as many draft tokens, at each setting."""
+    chains = {
+        (one.cell.setting, replace(one.cell.arm, tree="exact")): one for one in found if one.cell.arm.tree == "chain"
+    }
+    return [
+        {"questions": one.cell.questions, "T": f"{one.cell.temperature:g}", "batch": one.cell.batch}
+        | {name: value for name, value in _named(one.cell.arm).items() if name != "tree"}
+        | {"β, tree ÷ chain": f"{one.beta / chain.beta:.2f}", "γ, tree ÷ chain": f"{one.gamma / chain.gamma:.2f}"}
+        for one in found
+        if (chain := chains.get((one.cell.setting, one.cell.arm))) and one.beta and chain.beta
+    ]
 
 
 def speed_table(found: Sequence[Figures]) -> str:
@@ -79,6 +134,8 @@ def _stage_times(cell: Cell) -> dict[str, float]:
 
 def speed_tables(results: Results) -> str:
     found = figures(results.cells)
+    if len(results.questions) > _MOST_SETS:
+        return markdown_table(acceptance_rows(found))
     parts = []
     for temperature, batch in sorted({one.cell.setting[:2] for one in found}):
         parts.append(f"## Temperature {temperature:g}, batch {batch}")
@@ -87,13 +144,17 @@ def speed_tables(results: Results) -> str:
 
 
 def page(results: Results) -> str:
-    parts = ["# Evaluation", _heading(results), speed_tables(results)]
+    parts = ["# Evaluation", _heading(results), *remarks(results), speed_tables(results)]
+    if len(results.questions) <= _MOST_SETS:
+        parts += ["## Accepted draft tokens", markdown_table(acceptance_rows(figures(results.cells)))]
+    if ratios := tree_ratios(figures(results.cells)):
+        parts += ["## Tree ÷ chain", markdown_table(ratios)]
     settings: dict[Setting, list[Cell]] = {}
     for cell in results.cells:
         settings.setdefault(cell.setting, []).append(cell)
     temperature, smallest, first = min(settings, key=lambda setting: setting[:2])
     for name, questions in results.questions.items():
-        if questions["categories"]:
+        if len(questions["categories"]) > 1:
             parts += [
                 f"## β by category: {name}",
                 f"Temperature {temperature:g}, batch {smallest}.",
@@ -109,6 +170,30 @@ def page(results: Results) -> str:
         left_out = [f"- {one.drafter}, {one.tree} tree: {one.reason}" for one in results.skipped]
         parts += ["## Left out", "\n".join(left_out)]
     return "\n\n".join(parts) + "\n"
+
+
+def remarks(results: Results) -> list[str]:
+    """Say what the heads learned from, that acceptance was forced, and which drafters are hardly accepted."""
+    said = []
+    for name, head in results.heads.items():
+        training = head["training"]
+        data, history = training.get("data") or {}, training.get("history") or [{}]
+        parts = [data] if "targets" in data else [part for part in data.values() if isinstance(part, Mapping)]
+        texts, targets = (sum(part.get(what, 0) for part in parts) for what in ("texts", "targets"))
+        if targets:
+            steps, seconds = history[-1].get("step", 0), history[-1].get("seconds")
+            took = "" if seconds is None else f", in {seconds / 3600:.1f} hours"
+            learned = f"{texts:,} texts with {targets:,} targets, {steps:,} steps{took}"
+            said.append(f"{Arm(name, 'exact').method}: {head['parameters']:,} parameters, learned from {learned}.")
+    if (forced := results.plan.get("acceptance")) is not None:
+        said.append(
+            f"**Acceptance is FORCED to β {forced:g}**: trees have so many right tokens, at the drafters' own cost, so "
+            "the figures are the system's."
+        )
+    for one in figures(results.cells):
+        if warning := rejection_warning(total(one.cell.counts.values())):
+            said.append(f"**{one.cell.arm.method} on {one.cell.questions}: {warning}**")
+    return list(dict.fromkeys(said))
 
 
 def circumstances(results: Results) -> str:
@@ -129,6 +214,7 @@ def _heading(results: Results) -> str:
         f"{where['date']}.\n\n"
         "β: new tokens per forward of the target model. γ: speed relative to plain decoding in the same engine and "
         "run. "
+        "≥ n: share of decode steps that accepted at least n draft tokens. "
         "In brackets are 95 % intervals over prompts, by the bootstrap. Faster: runs in which it was faster than plain "
         "decoding, and how probable so uneven a count is if neither is faster (sign test). "
         "Differing tokens: tokens that are not plain decoding's at the same positions."
@@ -136,6 +222,8 @@ def _heading(results: Results) -> str:
 
 
 def write_report(results: Results, folder: Path) -> Path:
+    """Write the page, and the table of accepted draft tokens in LaTeX."""
+    (folder / LATEX_FILE).write_text(latex_table(acceptance_rows(figures(results.cells))), encoding="utf-8")
     file = folder / TABLE_FILE
     file.write_text(page(results), encoding="utf-8")
     return file

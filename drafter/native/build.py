@@ -144,6 +144,7 @@ class LayerStruct(ctypes.Structure):
         (Pointer, "attention_norm mlp_norm attention_after mlp_after query_norm key_norm cosines sines"),
         (_I64, "window"),
         (ctypes.POINTER(ExpertsStruct), "experts"),
+        (Pointer, "mixer"),
         (MatrixStruct, "qkv output gate_up down"),
     )
 
@@ -153,7 +154,7 @@ class DecoderStruct(ctypes.Structure):
         (ctypes.POINTER(LayerStruct), "layers"),
         (Pointer, "embedding final_norm"),
         (MatrixStruct, "head"),
-        (_I64, "positions hidden heads kv_heads head_size rotated vocabulary joint_heads"),
+        (_I64, "positions hidden heads kv_heads head_size rotated vocabulary joint_heads gated"),
         (_F32, "epsilon scale score_cap embedding_scale residual_scale logit_scale logit_cap"),
         (_I32, "gate"),
     )
@@ -162,6 +163,8 @@ class DecoderStruct(ctypes.Structure):
 class ForwardStruct(ctypes.Structure):
     _fields_ = _fields(
         (ctypes.POINTER(Pointer), "keys values"),
+        (Pointer, "texts states"),
+        (ctypes.POINTER(Pointer), "kept"),
         (Pointer, "blocks"),
         (_I64, "block slot_blocks first_slot rows nodes"),
         (Pointer, "tokens lengths positions ancestors which"),

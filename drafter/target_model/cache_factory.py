@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +20,7 @@ from drafter.target_model.cache import (
     blocks_of,
 )
 from drafter.target_model.kv_cache import KVCache, LayerShape
+from drafter.target_model.mixers import Mixer
 from drafter.target_model.state_cache import LayerStates, StateCache
 
 
@@ -27,16 +28,19 @@ from drafter.target_model.state_cache import LayerStates, StateCache
 class CacheFactory:
     """What each of the layers of the model `name` keeps: keys and values of `shapes`, or `states`, or neither.
 
-    `mixing`, `reads_on` and `trees_wait` are what `find_mixers` says of layers with states.
+    `mixers` run the layers with states.
     """
 
     name: str
     num_layers: int
     shapes: list[LayerShape | None]
     states: LayerStates
-    mixing: CacheBytes = field(default_factory=CacheBytes)
-    reads_on: bool = True
-    trees_wait: bool = False
+    mixers: Sequence[Mixer] = ()
+
+    @property
+    def trees_wait(self) -> bool:
+        """True if a mixer waits for the device where it runs over trees."""
+        return any(mixer.waits for mixer in self.mixers)
 
     def make(
         self, slots: int, length: int, device: torch.device, memory: int | None = None, layers: int | None = None
@@ -79,7 +83,10 @@ class CacheFactory:
         states = {layer: shapes for layer, shapes in self.states.items() if layer < depth}
         if not states:
             return [keys_and_values]
-        return [keys_and_values, StateCache(states, blocks.slots, device, depth, self.mixing, self.reads_on)]
+        mixing = sum((mixer.bytes for mixer in self.mixers), CacheBytes())
+        reads_on = all(mixer.reads_on for mixer in self.mixers)
+        transposed = {one.layer for one in self.mixers if one.native is not None and one.native.transposed}
+        return [keys_and_values, StateCache(states, blocks.slots, device, depth, mixing, reads_on, transposed)]
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
         for device, size in sizes.items():

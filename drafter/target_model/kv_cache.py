@@ -145,11 +145,13 @@ class KVCache(LayerCache):
         return view
 
     def keys_values(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values `[places, H, D]` of each layer; raise `ValueError` if one stores nothing."""
-        pairs = []
+        """Return keys and values `[places, H, D]` of each layer; empty tensors of one that stores nothing."""
+        pairs, nothing = [], torch.empty(0)
         for places in self._of_layers:
             keys, values = (
-                self.buffers[buffer].unflatten(0, (-1, self.blocks.places))[member] for buffer, member in places
+                (self.buffers[buffer].unflatten(0, (-1, self.blocks.places))[member] for buffer, member in places)
+                if places
+                else (nothing, nothing)
             )
             pairs.append((keys, values))
         return pairs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -18,13 +19,16 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from drafter.errors import LoadError
+from drafter.native.build import UnsuitableError
 from drafter.target_model.architecture import NO_PLACE
 from drafter.target_model.cache import CacheBytes
+from drafter.target_model.native_mixers import NativeMixer
 from drafter.target_model.nodes import PromptNodes
 from drafter.target_model.state_cache import Chosen, Key, LayerStates, States, StateShape, StateView, view_in
 from drafter.target_model.tree_mixing import TreeMixing
 from drafter.target_model.tree_scan import TreePaths
 
+_log = logging.getLogger(__name__)
 _CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of the argument that has the cache
 _UPDATES = {"update_conv_state", "update_recurrent_state"}  # called by all mixers, and by nothing else
 _PROBE_PARENTS = torch.tensor([[0, 0, 1, 0, 2, 1, 4], [0, 0, 0, 2, 3, 3, 5]])
@@ -48,11 +52,8 @@ def state_shapes(layers: Iterable[Any]) -> LayerStates:
 
 def find_mixers(
     decoder: nn.Module, shapes: LayerStates, layers: Collection[int], width: int, name: str, kind: str
-) -> tuple[CacheBytes, bool, bool]:
-    """Let `Mixer`s run the `layers` that keep a state, on hidden states of `width` numbers.
-
-    Returns what they keep of a step's nodes and rows until its commit, whether all read several tokens at once behind
-    others, and whether one waits for the device where it runs over trees.
+) -> list[Mixer]:
+    """Let `Mixer`s run the `layers` that keep a state, on hidden states of `width` numbers; return them.
 
     Raises:
         LoadError: A layer's mixer cannot be told.
@@ -77,8 +78,26 @@ def find_mixers(
                 mixer.prove(shapes[layer], width, proved.setdefault(type(mixer.module), mixer))
             except _ERRORS as error:
                 raise unknown from error
-    mixing = sum((mixer.bytes for mixer in mixers.values()), CacheBytes())
-    return mixing, all(one.reads_on for one in mixers.values()), any(one.waits for one in mixers.values())
+    return list(mixers.values())
+
+
+def run_natively(mixers: Iterable[Mixer]) -> None:
+    """Let the native library run the mixers for which it has a kernel, with the weights that they have now.
+
+    Raises:
+        BuildError: The library cannot be compiled here.
+    """
+    for mixer in mixers:
+        try:
+            mixer.native = NativeMixer(mixer.module, mixer.layer)
+        except UnsuitableError as reason:
+            _log.debug("the mixer of layer %d runs by its own code: %s", mixer.layer, reason)
+
+
+def run_by_own_code(mixers: Iterable[Mixer]) -> None:
+    """Undo `run_natively`."""
+    for mixer in mixers:
+        mixer.native = None
 
 
 class Mixer:
@@ -89,9 +108,10 @@ class Mixer:
         self._signature = inspect.signature(module.forward)
         self._cache_name = next(name for name in _CACHE_NAMES if name in self._signature.parameters)
         self.layer: int = module.layer_idx  # type: ignore[assignment]
-        self.reads_on = False  # it reads several tokens at once behind others; if not, one after the other
+        self._reads_on = False  # its code reads several tokens at once behind others; if not, one after the other
         self.at_once: TreeMixing | None = None  # runs all nodes of a tree; if None, one depth runs after the other
-        self.bytes = CacheBytes()  # what it keeps of a step
+        self._bytes = CacheBytes()  # what its code keeps of a step
+        self.native: NativeMixer | None = None  # runs it instead, in every forward
 
     @staticmethod
     def of(module: nn.Module) -> Mixer:
@@ -103,7 +123,17 @@ class Mixer:
     @property
     def waits(self) -> bool:
         """True if it waits for the device where it runs over trees: depth by depth, whose sizes the device knows."""
-        return self.at_once is None
+        return self.at_once is None and self.native is None
+
+    @property
+    def reads_on(self) -> bool:
+        """True if it reads several tokens at once behind others; if not, it reads one after the other."""
+        return self._reads_on or self.native is not None
+
+    @property
+    def bytes(self) -> CacheBytes:
+        """What it keeps of a step's nodes and rows until the commit."""
+        return self._bytes if self.native is None else CacheBytes(node=self.native.node_bytes)
 
     def __call__(self, *args: Any, **others: Any) -> Any:
         given = self._signature.bind(*args, **others).arguments
@@ -111,6 +141,8 @@ class Mixer:
         if view is None:
             return self._forward(*args, **others)
         hidden: Tensor = next(iter(given.values()))
+        if self.native is not None:
+            return self.native(view, hidden)
         return self._prompts(view, hidden) if isinstance(view.nodes, PromptNodes) else self._tree(view, hidden)
 
     def prove(self, shapes: Mapping[Key, StateShape], width: int, alike: Mixer) -> None:
@@ -119,7 +151,8 @@ class Mixer:
         Args:
             alike: This mixer, or another one of the same class for which it is known.
         """
-        self.bytes = CacheBytes(node=sum(shape.nbytes for shape in shapes.values()))
+        self.native = None
+        self._bytes = CacheBytes(node=sum(shape.nbytes for shape in shapes.values()))
         weight = next(self.module.parameters())
         if weight.is_meta:  # where sizes are counted, without numbers
             return
@@ -128,16 +161,16 @@ class Mixer:
         before = {
             key: torch.randn(rows, *shape.sizes, generator=random).to(shape.device) for key, shape in shapes.items()
         }
-        paths, self.reads_on, fits = _probe_paths(hidden.device), alike.reads_on, alike.at_once is not None
+        paths, self._reads_on, fits = _probe_paths(hidden.device), alike._reads_on, alike.at_once is not None
         if alike is self:
             exact, self.at_once = Mixer(_exact_copy(self.module)), None
-            self.reads_on, fits = exact._reads_on_from_states(hidden, before), exact._fits_trees(hidden, before, paths)
+            self._reads_on, fits = exact._reads_on_from_states(hidden, before), exact._fits_trees(hidden, before, paths)
         # accelerate's hook moves weights when a module is called, and this calls the code inside.
         if fits and not hasattr(self.module, "_hf_hook"):
             self.at_once = TreeMixing(self.module, self._cache_name)
             states = {key: one.to(shapes[key].dtype) for key, one in before.items()}
             _, run = self.at_once(hidden.to(weight), states, paths)
-            self.bytes = CacheBytes(node=run.node_bytes // (rows * nodes), row=run.row_bytes // rows)
+            self._bytes = CacheBytes(node=run.node_bytes // (rows * nodes), row=run.row_bytes // rows)
 
     def _reads_on_from_states(self, hidden: Tensor, states: States) -> bool:
         """Return whether a text in two parts, each read at once, gives what it gives as a whole."""
@@ -233,7 +266,7 @@ class Mixer:
     def _read(self, hidden: Tensor, states: States, *, first: bool) -> tuple[Tensor, States]:
         if first:
             return self._call(hidden, dict.fromkeys(states))
-        return self._call(hidden, states) if self.reads_on else self._one_by_one(hidden, states)
+        return self._call(hidden, states) if self._reads_on else self._one_by_one(hidden, states)
 
     def _one_by_one(self, hidden: Tensor, states: States) -> tuple[Tensor, States]:
         outputs = []

@@ -32,7 +32,7 @@ from drafter.target_model.cache import Blocks, CacheBytes, TargetCache
 from drafter.target_model.cache_factory import CacheFactory
 from drafter.target_model.forward import DecoderLayers, Executor, ModelCode
 from drafter.target_model.kv_cache import KVCache
-from drafter.target_model.mixers import find_mixers
+from drafter.target_model.mixers import find_mixers, run_by_own_code, run_natively
 from drafter.target_model.native_decoder import NativeDecoder
 from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
 from drafter.target_model.prepacked import prepack
@@ -40,6 +40,7 @@ from drafter.target_model.proof import (
     LONG,
     attention_agrees,
     executors_agree,
+    mixers_agree,
     prove_images,
     prove_last_positions,
     prove_tree_decoding,
@@ -115,9 +116,8 @@ class BaseModel:
         texts, logits, shapes, states = run_plainly(self)
         self.caches = CacheFactory(self.name, self.num_layers, shapes, states)
         if recurrent:
-            found = find_mixers(self.decoder, states, recurrent, self.hidden_size, self.name, model.config.model_type)
-            self.caches.mixing, self.caches.reads_on, self.caches.trees_wait = found
-        self.cache_bytes: CacheBytes = self.caches.over(Blocks(1, 1, self.device), self.device).bytes
+            kind = model.config.model_type
+            self.caches.mixers = find_mixers(self.decoder, states, recurrent, self.hidden_size, self.name, kind)
         self.sight: Sight | None = None
         self.blind = f"{self.name} reads text alone"
         try:
@@ -131,11 +131,11 @@ class BaseModel:
             if example is not None:
                 self._open_eyes(example, texts[-1])
         if native and ranks == 1:
+            self._mix_natively()
             self._executor = self._native() or self._model_code
-        # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
-        self._prepacked: nn.Module = self.model if self._executor is self._model_code else self._head
+        self.cache_bytes: CacheBytes = self.caches.over(Blocks(1, 1, self.device), self.device).bytes
         if ranks == 1:  # kernels are chosen by their times, and what all ranks compute must be the same to the last bit
-            prepack(self._prepacked)
+            self._prepack()
         self.weights_version = 0
 
     @torch.no_grad()
@@ -148,9 +148,10 @@ class BaseModel:
         self._executor = self._model_code  # the native executor's copies are freed before others are made
         for own, new in weights:
             own.copy_(new)
+        run_natively(mixer for mixer in self.caches.mixers if mixer.native is not None)
         if native:
             self._executor = NativeDecoder(self.model, self.decoder, self.config)
-        prepack(self._prepacked)
+        self._prepack()
         if self.sight is not None:
             self.sight.forget()
         self.fingerprint = target_fingerprint(self.model)
@@ -190,6 +191,20 @@ class BaseModel:
             return False
         self.sight = sight
         return True
+
+    def _prepack(self) -> None:
+        # What runs natively has weights of its own. Of a native executor the LM head is left: draft heads call it.
+        whole = self.model if self._executor is self._model_code else self._head
+        prepack(whole, but=[mixer.module for mixer in self.caches.mixers if mixer.native is not None])
+
+    def _mix_natively(self) -> None:
+        mixers = self.caches.mixers
+        try:
+            if mixers and not mixers_agree(self, partial(run_natively, mixers)):
+                run_by_own_code(mixers)
+                _log.warning("%s mixes by its own code: the native one gives other numbers", self.name)
+        except BuildError as reason:
+            _log.warning("%s mixes by its own code, which is slower than the native one: %s", self.name, reason)
 
     def _native(self) -> Executor | None:
         try:

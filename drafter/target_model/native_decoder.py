@@ -6,6 +6,7 @@ import ctypes
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,18 +24,22 @@ from drafter.native.build import (
     UnsuitableError,
     library,
 )
+from drafter.native.mixing import StatesStruct
 from drafter.target_model.architecture import attention_kinds, layer_kinds, max_positions
 from drafter.target_model.blocks import FAMILIES, Block
 from drafter.target_model.cache import TargetCache
 from drafter.target_model.kv_cache import KVCache
+from drafter.target_model.mixers import Mixer
+from drafter.target_model.native_mixers import NativeMixer
 from drafter.target_model.nodes import PromptNodes, TreeNodes
+from drafter.target_model.state_cache import StateCache
 
 _GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
 """Rotary embeddings whose frequencies do not depend on the text's length, up to `max_positions`."""
 _ENDLESS = (1 << 63) - 1  # the window of a layer that sees the whole text
 
-Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
+Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]", "ctypes.Array[StatesStruct]"]
 
 
 class NativeDecoder:
@@ -51,39 +56,67 @@ class NativeDecoder:
             self._block = _block_of(model, config)
             library()
             self._rotary: nn.Module = decoder.rotary_emb
-            self._head_size: int = decoder.layers[0].self_attn.head_dim
+            self._mixers = self._mixers_of(decoder)
+            self._attention: Any = next(layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
+            self._head_size: int = self._attention.head_dim
             if not library().drafter_takes_heads_of(self._head_size):
                 raise UnsuitableError(f"its heads have {self._head_size} numbers")
-            self._layers = (LayerStruct * len(decoder.layers))(*map(self._layer, decoder.layers))
+            self._layers = (LayerStruct * len(decoder.layers))(*starmap(self._layer, enumerate(decoder.layers)))
             self._struct = self._decoder(model, decoder, config)
-        except AttributeError as error:
-            raise UnsuitableError(str(error)) from error
+        except (AttributeError, StopIteration) as error:
+            raise UnsuitableError(str(error) or "no layer has attention") from error
         windows = {kind: window or _ENDLESS for kind, (window, _) in attention_kinds(config).items()}
         for layer, kind in zip(self._layers, self._kinds, strict=True):
-            layer.window = windows[kind]
+            layer.window = windows.get(kind, _ENDLESS)
         self._vocabulary, self._hidden = decoder.embed_tokens.weight.shape
         self._longest = max_positions(config)
         self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
         self._caches: WeakKeyDictionary[TargetCache, Addresses] = WeakKeyDictionary()
 
-    def _layer(self, layer: Any) -> LayerStruct:
-        attention, mlp, block, weights = layer.self_attn, layer.mlp, self._block, self._weights
+    def _mixers_of(self, decoder: Any) -> dict[int, NativeMixer]:
+        """Return the mixers that stand in place of attention, by layer."""
+        found = {}
+        for number, layer in enumerate(decoder.layers):
+            if self._block.mixer and hasattr(layer, self._block.mixer):
+                mixer = getattr(layer, self._block.mixer).forward
+                if not isinstance(mixer, Mixer) or mixer.native is None:
+                    raise UnsuitableError(f"the mixer of layer {number} has no kernel")
+                found[number] = mixer.native
+        return found
+
+    def _layer(self, number: int, layer: Any) -> LayerStruct:
+        block, weights = self._block, self._weights
+        mlp = getattr(layer, block.mlp)
         struct = LayerStruct(
             attention_norm=self._norm(layer, block.before_attention),
             mlp_norm=self._norm(layer, block.before_mlp),
             attention_after=self._norm(layer, block.after_attention),
             mlp_after=self._norm(layer, block.after_mlp),
-            qkv=weights.matrix(*_joined([getattr(attention, name) for name in block.qkv])),
-            output=weights.matrix(*_joined([attention.o_proj])),
         )
-        if hasattr(attention, "q_norm"):  # some families norm their heads
-            struct.query_norm, struct.key_norm = self._norm(attention, "q_norm"), self._norm(attention, "k_norm")
+        if number in self._mixers:
+            struct.mixer = ctypes.addressof(self._mixers[number].struct)
+        else:
+            attention = layer.self_attn
+            struct.qkv = weights.matrix(
+                *_joined([getattr(attention, name) for name in block.qkv]), self._qkv_order(attention)
+            )
+            struct.output = weights.matrix(*_joined([getattr(attention, block.output)]))
+            if hasattr(attention, block.head_norms[0]):
+                struct.query_norm, struct.key_norm = (self._norm(attention, name) for name in block.head_norms)
         if hasattr(mlp, "experts"):
             struct.experts = ctypes.pointer(self._experts(mlp))
         else:
             struct.gate_up = weights.gated(*_joined([getattr(mlp, name) for name in block.gate_up]))
-            struct.down = weights.after_gate(*_joined([mlp.down_proj]))
+            struct.down = weights.after_gate(*_joined([getattr(mlp, block.down)]))
         return struct
+
+    def _qkv_order(self, attention: Any) -> Tensor | None:
+        """Return outputs in the library's order, gates last; None where they have it."""
+        if not self._block.gated:
+            return None
+        queries, others = attention.q_proj.out_features, attention.k_proj.out_features + attention.v_proj.out_features
+        query, gate = torch.arange(queries).view(-1, 2, self._head_size).unbind(1)
+        return torch.cat([query.flatten(), torch.arange(queries, queries + others), gate.flatten()])
 
     def _experts(self, mlp: Any) -> ExpertsStruct:
         experts, router, weights = mlp.experts, mlp.gate, self._weights
@@ -104,12 +137,13 @@ class NativeDecoder:
         return self._weights.address(weight + self._block.norm_offset if self._block.norm_offset else weight)
 
     def _decoder(self, model: Any, decoder: Any, config: Any) -> DecoderStruct:
-        block, embedding, attention = self._block, decoder.embed_tokens.weight, decoder.layers[0].self_attn
-        normed = len(attention.q_norm.weight) if hasattr(attention, "q_norm") else self._head_size
+        block, embedding, attention = self._block, decoder.embed_tokens.weight, self._attention
+        query_norm = getattr(attention, block.head_norms[0], None)
+        normed = self._head_size if query_norm is None else len(query_norm.weight)
         return DecoderStruct(
             layers=self._layers,
             embedding=self._weights.address(embedding),
-            final_norm=self._norm(decoder, "norm"),
+            final_norm=self._norm(decoder, block.final_norm),
             head=self._weights.matrix(*_joined([model.get_output_embeddings()])),
             positions=0,
             hidden=embedding.shape[1],
@@ -118,7 +152,8 @@ class NativeDecoder:
             head_size=self._head_size,
             vocabulary=embedding.shape[0],
             joint_heads=normed != self._head_size,
-            epsilon=config.rms_norm_eps,
+            gated=block.gated,
+            epsilon=getattr(config, block.epsilon),
             scale=attention.scaling,
             score_cap=block.score_cap or 0,
             embedding_scale=block.embedding_scale,
@@ -177,10 +212,14 @@ class NativeDecoder:
         positions, which = nodes.embedded_positions.contiguous(), which.contiguous()
         ancestors = nodes.ancestors.contiguous() if isinstance(nodes, TreeNodes) else None
         tapped = (ctypes.c_int64 * len(taps))(*taps)
-        (keys, values), blocks = self._addresses(cache), cache.blocks
+        (keys, values, of_mixers), blocks, states = self._addresses(cache), cache.blocks, _states_in(cache)
+        texts, kept = (None, None) if states is None else self._open(states, nodes, len(keys))
         forward = ForwardStruct(
             keys=keys,
             values=values,
+            texts=texts,
+            states=ctypes.addressof(of_mixers),
+            kept=kept,
             blocks=blocks.table.data_ptr(),
             block=blocks.size,
             slot_blocks=blocks.table.shape[1],
@@ -206,14 +245,28 @@ class NativeDecoder:
 
     def _addresses(self, cache: TargetCache) -> Addresses:
         if cache not in self._caches:
-            kv = cache.layers[0]
+            kv, states = cache.layers[0], _states_in(cache)
             assert isinstance(kv, KVCache)
             layers = kv.keys_values()
+            of_mixers = [StatesStruct() for _ in layers]
+            for layer, mixer in self._mixers.items():
+                if states is not None and layer < len(layers):
+                    of_mixers[layer] = mixer.over(states).states()
             self._caches[cache] = (
                 (Pointer * len(layers))(*(keys.data_ptr() for keys, _ in layers)),
                 (Pointer * len(layers))(*(values.data_ptr() for _, values in layers)),
+                (StatesStruct * len(layers))(*of_mixers),
             )
         return self._caches[cache]
+
+    def _open(
+        self, states: StateCache, nodes: PromptNodes | TreeNodes, depth: int
+    ) -> tuple[int, ctypes.Array[Pointer]]:
+        """Open a forward of a hybrid: return its texts, and where each layer keeps what states are made of."""
+        view = states.view(nodes)
+        rooms = {layer: mixer.room(view) for layer, mixer in self._mixers.items() if layer < depth}
+        pointers = [rooms[layer].data_ptr() if layer in rooms else None for layer in range(depth)]
+        return view.texts.address, (Pointer * depth)(*pointers)
 
     def _prepare_positions(self, count: int) -> None:
         # Some rotary embeddings change all frequencies past the longest text; tokens there are never emitted.
@@ -230,6 +283,10 @@ class NativeDecoder:
         for layer, kind in zip(self._layers, self._kinds, strict=True):
             layer.cosines, layer.sines = (table.data_ptr() for table in self._rotations[kind])
         self._struct.positions = count
+
+
+def _states_in(cache: TargetCache) -> StateCache | None:
+    return next((layer for layer in cache.layers if isinstance(layer, StateCache)), None)
 
 
 def _block_of(model: Any, config: Any) -> Block:

@@ -68,12 +68,16 @@ class PrepackedLinear(nn.Linear):
 
 
 @torch.no_grad()
-def prepack(module: nn.Module) -> None:
+def prepack(module: nn.Module, but: Sequence[nn.Module] = ()) -> None:
     """Lay out the weights of all fp32 linear layers on a CPU in `module`, but of those that are laid out already.
+
+    Those in the modules `but` stay as they are.
 
     This takes up to twice the memory of the weights. If too little memory is free, the layers stay as they are.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and _is_to_do(layer)]
+    others = {layer for one in but for layer in one.modules()}
+    within = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and layer not in others]
+    layers = [layer for layer in within if _is_to_do(layer)]
     for layer in layers:
         if isinstance(layer, PrepackedLinear):  # its weights have changed: the copies of the old ones are freed first
             del layer.few, layer.many

@@ -256,14 +256,22 @@ def _run_as_engine(
     return [torch.cat(parts) for parts in zip(ends, drafted, plain, strict=True)], widths
 
 
-@torch.inference_mode()
 def attention_agrees(base: Candidate, change: Callable[[], None], longest: int = _SHORT) -> bool:
     """Compare a long, a short and an empty text before a change of attention and, also packed, after it."""
-    lengths = (min(longest, (base.max_positions or 2 * longest) // 2), 6, 0)
+    return _agree_after(base, change, (min(longest, (base.max_positions or 2 * longest) // 2), 6, 0), (False, True))
+
+
+def mixers_agree(base: Candidate, change: Callable[[], None]) -> bool:
+    """Compare two texts before a change of mixers and after it."""
+    return _agree_after(base, change, (24, 16), (False,))
+
+
+@torch.inference_mode()
+def _agree_after(base: Candidate, change: Callable[[], None], lengths: Sequence[int], packings: Sequence[bool]) -> bool:
     before = _answers(base, base.forward, lengths)
     change()
     try:
-        after = [_answers(base, base.forward, lengths, packed=packed) for packed in (False, True)]
+        after = [_answers(base, base.forward, lengths, packed=packed) for packed in packings]
     except _MODEL_ERRORS:
         return False
     return all(_all_alike(some, before, base.dtype) for some in after)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from drafter import devices
+from drafter.native.mixing import MixerLayer, Texts, keep_paths
 from drafter.target_model.cache import CacheBytes, LayerCache
 from drafter.target_model.nodes import Nodes, PromptNodes, TreeNodes
 from drafter.target_model.tree_scan import TreePaths
@@ -160,16 +161,24 @@ class StateCache(LayerCache):
         number: Number of the view that mixers find it by: behind those of the model's layers.
         mixing: What mixers keep of the nodes and the rows of a step until its commit.
         reads_on: Prompts may be read in pieces, so that there are snapshots on the way; if not, at the end alone.
+        transposed: Layers whose recurrent states `[..., V, K]` lie in memory as `[..., K, V]`.
     """
 
     def __init__(
-        self, shapes: LayerStates, slots: int, device: torch.device, number: int, mixing: CacheBytes, reads_on: bool
+        self,
+        shapes: LayerStates,
+        slots: int,
+        device: torch.device,
+        number: int,
+        mixing: CacheBytes,
+        reads_on: bool,
+        transposed: Collection[int] = (),
     ) -> None:
         self.slots, self._number, self._mixing, self._reads_on = slots, number, mixing, reads_on
         # `[3 S + 1, ...]`: two states of all slots, snapshots, and zeros, the state of an empty text.
         self.buffers: dict[int, States] = {
             layer: {
-                key: devices.zeros((3 * slots + 1, *shape.sizes), shape.dtype, shape.device)
+                key: _zeros(3 * slots + 1, shape, transposed=layer in transposed and key[0] == "recurrent")
                 for key, shape in of_layer.items()
             }
             for layer, of_layer in shapes.items()
@@ -177,7 +186,10 @@ class StateCache(LayerCache):
         self.at = torch.full((2, slots), -1, device=device)  # tokens of the text whose state this is; -1 for none
         self.snapshots = Snapshots(slots)
         self._slot = torch.arange(slots, device=device)
-        self.nodes: dict[int, dict[Key, Chosen]] = {}  # states after the nodes of the last forward, by layer
+        # Of the last forward's nodes: the states after them, by layer, or what the native library makes them of.
+        self.nodes: dict[int, dict[Key, Chosen]] = {}
+        self.kept: list[tuple[MixerLayer, Tensor]] = []
+        self.texts: Texts | None = None  # the nodes, as the native library runs them
 
     @property
     def bytes(self) -> CacheBytes:
@@ -188,6 +200,10 @@ class StateCache(LayerCache):
         self.snapshots.enter(slot, salt)
 
     def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
+        return {self._number: self.view(nodes)}
+
+    def view(self, nodes: Nodes) -> StateView:
+        """Return the states in one forward."""
         rows = slice(nodes.slot, nodes.slot + len(nodes.tokens))
         at, slot = self.at[:, rows], self._slot[rows]
         later = torch.where(at[1] == nodes.lengths, slot + self.slots, 3 * self.slots)
@@ -204,8 +220,8 @@ class StateCache(LayerCache):
                 for length in stops:
                     if length and self.snapshots.place(slot_of_text, length) is None:
                         self.snapshots.add(slot_of_text, length)
-        self.nodes = {}
-        return {self._number: view}
+        self.nodes, self.kept, self.texts = {}, [], None
+        return view
 
     def stops(self, span: range, keep: int) -> list[int]:
         """Return the lengths at which a text has a snapshot once these positions of it have been read.
@@ -215,6 +231,20 @@ class StateCache(LayerCache):
         end = span.stop - 1 if keep else span.stop
         first = (span.start // _BORDER + 1) * _BORDER
         return [*(range(first, end, _BORDER) if self._reads_on else ()), end]
+
+    def writes(self, nodes: PromptNodes) -> Tensor:
+        """Return `[W, 3]` int64 where a prompt's states go: a row, after how many of its tokens, and the entry."""
+        found = []
+        for row, span in enumerate(nodes.spans):
+            slot = nodes.slot + row
+            places = [(stop, self.snapshots.place(slot, stop)) for stop in self.stops(span, nodes.keep)]
+            found += [
+                (row, stop - span.start, _TEXT * self.slots + place) for stop, place in places if place is not None
+            ]
+            if nodes.keep:
+                found.append((row, len(span) - 1, slot))
+            found.append((row, len(span), self.slots + slot))
+        return torch.tensor(found)
 
     def put(self, slot: int, layer: int, before: States | None, after: States) -> None:
         """Write the states `[1, ...]` of a slot's text that has been read, and of that without its last token.
@@ -249,6 +279,8 @@ class StateCache(LayerCache):
                 buffer = self.buffers[layer][key]
                 there = buffer.device
                 buffer.index_copy_(0, target.to(there), after(row.to(there), last.to(there)).to(buffer.dtype))
+        if self.texts is not None and self.kept:
+            keep_paths(self.kept, self.texts, path, target)
         at.scatter_(0, spare[None], torch.where(known, lengths + 1 + (path > 0).sum(1), -1)[None])
 
     def shareable(self, source: int, length: int) -> int:
@@ -290,7 +322,7 @@ class StateCache(LayerCache):
 
     def zero(self) -> None:
         for buffer in self._tensors():
-            devices.zero_untouched(buffer)
+            devices.zero_untouched(buffer if buffer.is_contiguous() else buffer.mT)
         self.at.fill_(-1)
         self.snapshots = Snapshots(self.slots)
 
@@ -302,6 +334,14 @@ class StateCache(LayerCache):
         """Return `[2, S, ...]` of a buffer."""
         of_texts: Tensor = buffer[: _TEXT * self.slots].unflatten(0, (_TEXT, self.slots))
         return of_texts
+
+
+def _zeros(count: int, shape: StateShape, *, transposed: bool) -> Tensor:
+    """Return zeros for `count` states."""
+    if not transposed:
+        return devices.zeros((count, *shape.sizes), shape.dtype, shape.device)
+    *others, rows, columns = shape.sizes
+    return devices.zeros((count, *others, columns, rows), shape.dtype, shape.device).mT
 
 
 class StateView(CacheLayerMixin):
@@ -321,6 +361,19 @@ class StateView(CacheLayerMixin):
         return {
             key: buffer.index_select(0, index.to(buffer.device)) for key, buffer in self.cache.buffers[layer].items()
         }
+
+    @property
+    def texts(self) -> Texts:
+        """The nodes as the native library runs them, made once for all layers of a forward."""
+        if self.cache.texts is None:
+            nodes, (rows, size), writes = self.nodes, self.nodes.tokens.shape, torch.empty(0, 3, dtype=torch.long)
+            which, parents = torch.arange(rows * size) if nodes.packing is None else nodes.packing.nodes, None
+            if isinstance(nodes, TreeNodes):
+                parents = nodes.parents
+            elif isinstance(nodes, PromptNodes):
+                writes = self.cache.writes(nodes)
+            self.cache.texts = Texts(rows, size, which, parents, self._index, writes)
+        return self.cache.texts
 
     @cached_property
     def paths(self) -> TreePaths:

@@ -34,6 +34,9 @@ class EvaluateConfig:
         batch: One or a list: number of requests decoded together; by default 1, and 16 or as many as there are.
         temperature: One or a list: sampling temperatures.
         questions_per_file: Number of questions to take, spread evenly over each file; null takes all.
+        by_category: Measure each category of a file by itself; `questions_per_file` is then of each category.
+        acceptance: `synthetic:2.5` forces 2.5 tokens a step upon the drafters: how fast the system is with a drafter of
+            that worth, at the cost of this one. For measuring alone.
         samples: Answers to each question, each with a seed of its own, above temperature 0.
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
@@ -51,6 +54,8 @@ class EvaluateConfig:
     batch: list[int] | int | None = None
     temperature: list[float] | float = 0.0
     questions_per_file: int | None = 16
+    by_category: bool = False
+    acceptance: str | None = None
     samples: int = Plan.samples
     rounds: int = Plan.rounds
     max_new_tokens: int = 128
@@ -86,7 +91,15 @@ class EvaluateConfig:
             _each(usual if self.batch is None else self.batch),
             _each(self.temperature),
             **{name: getattr(self, name) for name in shared},
+            acceptance=self._forced(),
         )
+
+    def _forced(self) -> float | None:
+        if self.acceptance is None:
+            return None
+        if (found := re.fullmatch(r"synthetic:(\d+(\.\d+)?)", self.acceptance)) is None:
+            raise InputError(f"acceptance must be null, or tokens a step as synthetic:2.5, not {self.acceptance!r}")
+        return float(found[1])
 
 
 def _each(value: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
@@ -17,9 +17,9 @@ import torch
 
 from drafter.errors import LoadError, one_line
 from drafter.evaluation.measurement import Evaluation, Progress
-from drafter.evaluation.questions import Question, QuestionError, read_questions
+from drafter.evaluation.questions import Question, QuestionError, read_questions, spread
 from drafter.evaluation.results import RESULTS_FILE, Cell, Plan, Results, Setting, figures
-from drafter.evaluation.tables import speed_tables, with_interval, write_report
+from drafter.evaluation.tables import remarks, speed_tables, with_interval, write_report
 from drafter.images.loading import Eyes
 from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
@@ -45,7 +45,7 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     Raises `InputError` if the questions, the models or the output cannot be used, and `JobError` on failure.
     """
     with as_job_errors((QuestionError,)):
-        questions = {name: read_questions(file, config.questions_per_file) for name, file in config.files.items()}
+        questions = _questions(config)
     folder = output_folder(config.output)
     earlier = _earlier_results(folder)
     resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="evaluation", settings="{}")
@@ -70,7 +70,7 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
             say(f"{where}: {item.done} of {item.total} turns of all arms")
     assert results is not None
     file = write_report(results, folder)
-    print(f"{speed_tables(results)}\n\n{_gains(results)}\n")
+    print("\n\n".join([*remarks(results), speed_tables(results), _gains(results)]), end="\n\n")
     for one in results.skipped:
         print(f"left out: {one.drafter} with the {one.tree} tree: {one.reason}")
     print(f"written:  {folder / RESULTS_FILE}, {file}", flush=True)
@@ -87,6 +87,23 @@ def output_folder(output: str) -> Path:
 
 def _unusable(folder: Path, why: str) -> InputError:
     return InputError(f"output {folder} {why}: choose another")
+
+
+def _questions(config: EvaluateConfig) -> dict[str, list[Question]]:
+    """Return the sets of questions by name: each file, or each category of one, as `chat: math`."""
+    if not config.by_category:
+        return {name: read_questions(file, config.questions_per_file) for name, file in config.files.items()}
+    sets: dict[str, list[Question]] = {}
+    for name, file in config.files.items():
+        for question in read_questions(file):
+            sets.setdefault(f"{name}: {question.category}" if question.category else name, []).append(question)
+    return {name: spread(some, config.questions_per_file) for name, some in sets.items()}
+
+
+def _files(config: EvaluateConfig, sets: Iterable[str]) -> dict[str, str]:
+    """Return the file of each set of questions."""
+    files = config.files
+    return {name: files[next(one for one in files if name == one or name.startswith(f"{one}: "))] for name in sets}
 
 
 def _plan(config: EvaluateConfig, questions: Questions) -> Plan:
@@ -130,7 +147,7 @@ def _measure(
     base, tokenizer = load_models(model, asdict(config.loading), threads)
     yield "timing steps, and decoding the prompts"
     evaluation = Evaluation(base, tokenizer, questions, _plan(config, questions))
-    yield evaluation.describe(command, config.files)
+    yield evaluation.describe(command, _files(config, questions))
     yield from evaluation.run(done)
 
 

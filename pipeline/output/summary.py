@@ -23,6 +23,7 @@ from drafter.statistics import (
     draft_acceptance_rate,
     mean_acceptance_length,
     per_second,
+    rejection_warning,
     speculated_share,
     total,
 )
@@ -187,6 +188,7 @@ def acceptance_lines(counts: DecodeCounts) -> list[str]:
         f"speculation {mean_acceptance_length(counts):.2f} tokens a step (plain decoding: 1.00); "
         f"{speculated_share(counts):.0%} of the steps speculated; "
         f"{draft_acceptance_rate(counts):.0%} of {counts.num_draft_tokens:,} draft tokens accepted",
+        *filter(None, [rejection_warning(counts)]),
         *histogram_lines(counts),
     ]
 

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.statistics import BatchChoice, StepSums, Verdict, merged_choices, per_second
+from drafter.statistics import (
+    BatchChoice,
+    DecodeCounts,
+    StepSums,
+    Verdict,
+    merged_choices,
+    per_second,
+    rejection_warning,
+)
 
 STEPS = st.lists(st.tuples(st.integers(1, 4), st.floats(0.01, 2.0), st.floats(0.01, 2.0)), min_size=2, max_size=20)
 """Rows, seconds, and estimated seconds of plain decoding."""
@@ -22,6 +30,15 @@ def sums_of(steps: list[tuple[int, float, float]]) -> StepSums:
 def test_a_rate_is_what_was_done_by_the_time_that_it_took() -> None:
     assert per_second(300, 2.0) == 150.0
     assert per_second(0, 0.0) == per_second(5, 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "warns"),
+    [(200, 19, True), (200, 20, False), (199, 0, False), (1000, 0, True), (0, 0, False)],
+)
+def test_a_drafter_that_is_hardly_ever_right_is_told_of(drafted: int, accepted: int, warns: bool) -> None:
+    counts = DecodeCounts(2000, 5000, drafted, 4 * drafted, accepted)
+    assert (rejection_warning(counts) is not None) == warns
 
 
 def test_the_speedup_is_the_ratio_of_the_times_and_its_margin_tells_how_much_steps_differ() -> None:

@@ -24,14 +24,15 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": EOS,
 }
+# Heads' values and keys fill vectors of any processor, as the native library wants them.
 _DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": [_L, _L, _L, _F],
-    "head_dim": 8,
+    "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 16,
 }
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 _MAMBA2: dict[str, Any] = {

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drafter import devices
 from drafter.engine.cuda_graph import Work
 from drafter.engine.step import StepTensors
+from drafter.target_model.mixers import Mixer
 from drafter.target_model.model import BaseModel
 from tests.support.waits import why_it_copies, why_it_waits
 
@@ -167,4 +168,5 @@ def queue_steps(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     monkeypatch.setattr("drafter.engine.warm_up.record_steps", lambda queue, nodes: None)
     own_code = property(lambda base: base._model_code, lambda base, executor: vars(base).update(_executor=executor))
     monkeypatch.setattr(BaseModel, "_executor", own_code, raising=False)
+    monkeypatch.setattr(Mixer, "native", property(lambda mixer: None, lambda mixer, native: None), raising=False)
     return recorder

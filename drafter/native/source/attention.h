@@ -18,6 +18,11 @@
 
 namespace drafter {
 
+// values *= sigmoid(gates), of whole vectors.
+inline void gate_softly(const float* gates, float* values, int64_t size) {
+    for (int64_t i = 0; i < size; i += kLanes) store(values + i, load(values + i) / (1.0f + exp(-load(gates + i))));
+}
+
 // Rotate the halves of a head against each other (RoPE, arXiv 2104.09864, in the layout of Llama).
 inline void rotate(float* head, const float* cosines, const float* sines, int64_t half) {
     for (int64_t i = 0; i < half; ++i) {

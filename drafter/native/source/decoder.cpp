@@ -3,9 +3,11 @@
 // Called from Python by way of ctypes; `build.py` declares the same structures, and `blocks.py` says what families have.
 
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "attention.h"
+#include "mixing.h"
 #include "norms.h"
 #include "products.h"
 #include "rows.h"
@@ -29,6 +31,7 @@ struct Layer {
     const float *cosines, *sines;                // `[positions, rotated / 2]`
     int64_t window;                              // positions that a node sees, backwards from its own
     const Experts* experts;                      // instead of the MLP; or null
+    const Mixer* mixer;                          // instead of attention; or null
     Matrix qkv, output, gate_up, down;
 };
 
@@ -39,14 +42,18 @@ struct Decoder {
     Matrix head;
     int64_t positions, hidden, heads, kv_heads, head_size, rotated, vocabulary;
     int64_t joint_heads;  // whether a node's heads are normed together
+    int64_t gated;        // whether attention's output is gated: the gates follow the values
     float epsilon, scale, score_cap, embedding_scale, residual_scale, logit_scale, logit_cap;  // caps: 0 for none
     Gate gate;
 };
 
 // Nodes of B rows, and where the results go.
 struct Forward {
-    float* const* keys;    // of each layer: `[blocks, positions of a block, kv_heads, D]`
+    float* const* keys;    // of each layer: `[blocks, positions of a block, kv_heads, D]`; null of a mixer's
     float* const* values;
+    const Texts* texts;    // as mixers see the nodes; null if there are none
+    const States* states;  // of each layer
+    float* const* kept;    // of each layer; see `Mixing::run`
     const int64_t* blocks;      // `[slots, blocks of a slot]`: where they are
     int64_t block, slot_blocks;  // positions of a block, blocks of a slot
     int64_t first_slot, rows, nodes;  // B rows of N nodes
@@ -125,7 +132,9 @@ class Run {
         for (size_t row = 0; row < plan_.rows.size(); ++row)
             for (int begin = plan_.rows[row].begin; begin < plan_.rows[row].end; begin += kGroup)
                 groups_.push_back({static_cast<int>(row), begin, std::min(begin + kGroup, plan_.rows[row].end)});
-        const int64_t d = decoder.hidden, qkv = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_size;
+        const int64_t d = decoder.hidden, gates = decoder.gated ? decoder.heads : 0;
+        const int64_t qkv = (decoder.heads + 2 * decoder.kv_heads + gates) * decoder.head_size;
+        if (forward.texts != nullptr) mixing_.emplace(*forward.texts, team);
         stream_.reserve(rows_, d);
         normed_.reserve(rows_, d);
         added_.reserve(rows_, d);
@@ -143,7 +152,13 @@ class Run {
         });
         for (int64_t layer = 0; layer < forward_.layers; ++layer) {
             const Layer& one = decoder_.layers[layer];
-            attention(one, forward_.keys[layer], forward_.values[layer]);
+            if (one.mixer != nullptr)
+                add(one.mixer->out,
+                    mixing_->run(*one.mixer, forward_.states[layer], normed(one.attention_norm).numbers.data(),
+                                 forward_.kept[layer]),
+                    one.attention_after);
+            else
+                attention(one, forward_.keys[layer], forward_.values[layer]);
             if (one.experts != nullptr)
                 experts(*one.experts, normed(one.mlp_norm));
             else
@@ -205,6 +220,9 @@ class Run {
         team_.loop(static_cast<int>(groups_.size()) * parts, [&](int chunk) {
             mix(layer, groups_[chunk / parts], chunk % parts * together, together, keys, values);
         });
+        const int64_t size = decoder_.heads * decoder_.head_size, gates = size + 2 * decoder_.kv_heads * decoder_.head_size;
+        if (decoder_.gated)
+            share(rows_, [&](int m) { gate_softly(qkv_.rows[m] + gates, mixed_.rows[m], size); });
         add(layer.output, mixed_, layer.attention_after);
     }
 
@@ -358,6 +376,7 @@ class Run {
     Plan plan_;
     int rows_;
     std::vector<Group> groups_;
+    std::optional<Mixing> mixing_;
     Rows stream_, normed_, added_, qkv_, mixed_, gated_, routed_, gathered_;
 };
 

@@ -153,6 +153,7 @@ def test_a_missing_token_differs() -> None:
         ({"rounds": 0}, "rounds must be at least 1"),
         ({"samples": 0}, "samples must be at least 1"),
         ({"samples": 2}, "at temperature 0 all answers to a question are the same"),
+        ({"acceptance": 0.9}, "acceptance must be forced to at least 1 token a step, not 0.9"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"temperatures": (-0.5,)}, "temperatures must be finite and at least 0"),
         ({"temperatures": (float("nan"),)}, "temperatures must be finite and at least 0"),

@@ -47,6 +47,7 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
         (b'{"turns": ["a", " "]}', "line 1: its turns must hold texts"),
         (b'{"turns": "a"}', "line 1: its turns must hold texts"),
         (b'{"question": 3}', "line 1: its question must hold texts"),
+        (b'{"question": [[{"role": "user"}]]}', "line 1: its question must be a text, or a list of turns"),
         (b'{"prompt": ""}', "line 1: its prompt must hold texts"),
         (b'{"messages": ["a"]}', "line 1: its messages must be a list of {role, content}"),
         (b'{"messages": [{"role": "system", "content": "a"}]}', "line 1: a message of the role 'system'"),
@@ -65,6 +66,19 @@ def test_what_is_not_a_question_is_refused(tmp_path: Path, content: bytes, messa
     with pytest.raises(QuestionError, match=message) as caught:
         read_questions(file)
     assert str(file) in str(caught.value)
+
+
+def test_a_question_with_functions_has_their_schemas_before_it(tmp_path: Path) -> None:
+    """As in BFCL, whose turns are lists of messages."""
+    file, add = tmp_path / "questions.jsonl", {"name": "add", "parameters": {"type": "dict"}}
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}
+    row = {"id": "simple_0", "question": [[system, user], [{"role": "user", "content": "And 3?"}]], "function": [add]}
+    file.write_text(json.dumps(row))
+    (question,) = read_questions(file)
+    assert (question.name, len(question.turns)) == ("simple_0", 2)
+    assert json.dumps([add]) in question.turns[0]
+    assert question.turns[0].endswith("\n\nBe brief.\n\n2 + 2?")
+    assert question.turns[1] == "And 3?"
 
 
 def test_a_packed_file_is_read(tmp_path: Path) -> None:

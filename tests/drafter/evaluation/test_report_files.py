@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from drafter.evaluation.results import PLAIN, Arm, Cell, Results, Skipped, StageSums, figures
-from drafter.evaluation.tables import category_table, page, speed_table, stage_table, write_report
+from drafter.evaluation.tables import (
+    acceptance_rows,
+    category_table,
+    latex_table,
+    page,
+    remarks,
+    speed_table,
+    speed_tables,
+    stage_table,
+    tree_ratios,
+    write_report,
+)
 from drafter.statistics import DecodeCounts, speedup
 
 HEAD = Arm("build/heads/ctc", "exact", 16)
@@ -112,6 +123,51 @@ def test_the_tables_by_category_and_stage() -> None:
     )
 
 
+def test_the_table_of_accepted_draft_tokens_by_position() -> None:
+    plain, head = acceptance_rows(figures(cells()))
+    # Of 36 steps 18 accepted at least a token, and 6 of them two.
+    shares = {f"≥ {place}": "0.00" for place in range(1, 9)}
+    assert {name: head[name] for name in shares} == shares | {"≥ 1": "0.50", "≥ 2": "0.17"}
+    assert {name: plain[name] for name in shares} == shares
+    assert (head["questions"], head["β"], head["tokens/s"], head["γ"]) == ("chat", "1.67", "75", "3.00")
+    rule, names, _, row, *_ = latex_table([{"a_b": "50 %", "β": 1}, {"a_b": "R & D", "β": 2}]).split("\n")[1:]
+    assert (rule, names, row) == (r"\toprule", r"a\_b & $\beta$ \\", r"50 \% & 1 \\")
+
+
+def test_many_sets_of_questions_have_a_row_each() -> None:
+    one = results(cells())
+    many = replace(one, questions={str(name): one.questions["chat"] for name in range(5)})
+    assert "| chat | 0 | 1 | ctc | exact | 16 | 1.67 |" in speed_tables(many)
+    assert "chat β" not in speed_tables(many)
+
+
+def test_a_tree_is_compared_with_the_chain_of_as_many_tokens() -> None:
+    plain, tree = cells()
+    chain = replace(
+        tree, arm=replace(HEAD, tree="chain"), counts={"": counts(60, [40])}, seconds=[[1.0, 1.0], [0.5, 0.5]]
+    )
+    (row,) = tree_ratios(figures([plain, tree, chain, replace(chain, arm=replace(chain.arm, nodes=4))]))
+    assert row == {"questions": "chat", "T": "0", "batch": 1, "method": "ctc", "draft nodes": 16} | {
+        "β, tree ÷ chain": "1.11",
+        "γ, tree ÷ chain": "3.00",
+    }
+
+
+def test_what_a_reader_must_know_is_said_first() -> None:
+    training = {
+        "data": {"mine": {"texts": 3, "targets": 40}, "yours": {"texts": 2, "targets": 2}},
+        "history": [{"step": 5, "seconds": 5400}],
+    }
+    arm = replace(HEAD, acceptance=2.5)
+    rejected = replace(cells()[1], arm=arm, counts={"": counts(205, [195, 5])})
+    heads = {HEAD.drafter: {"parameters": 1000, "training": training}}
+    said = remarks(replace(results([cells()[0], rejected]), heads=heads, plan={"acceptance": 2.5}))
+    assert said[0] == "ctc: 1,000 parameters, learned from 5 texts with 42 targets, 5 steps, in 1.5 hours."
+    assert said[1].startswith("**Acceptance is FORCED to β 2.5**")
+    assert said[2].startswith("**ctc, FORCED to β 2.5 on chat: WARNING: only 5 of 3,200 draft tokens were accepted")
+    assert remarks(results(cells())) == []
+
+
 def test_a_category_may_be_called_as_a_column_is() -> None:
     named = replace(cells()[1], counts={"method": counts(20, [2, 0, 6])})
     head, _, row = category_table([named]).split("\n")
@@ -132,5 +188,6 @@ def test_results_come_back_from_their_file(tmp_path: Path) -> None:
 def test_a_report_has_every_table(tmp_path: Path) -> None:
     text = write_report(results([*cells(), *cells(8)]), tmp_path).read_text()
     assert text == page(results([*cells(), *cells(8)]))
-    for heading in ("Temperature 0, batch 1", "Temperature 0, batch 8", "β by category: chat", "Left out"):
+    assert (tmp_path / "table.tex").read_text().count("chat & 0 & 8") == 2
+    for heading in ("Temperature 0, batch 8", "Accepted draft tokens", "β by category: chat", "Left out"):
         assert f"## {heading}\n" in text

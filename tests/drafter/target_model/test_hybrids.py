@@ -149,6 +149,8 @@ def test_a_text_that_is_not_finite_spoils_no_other_and_not_the_next_in_its_slot(
         logits, hidden = real(cache, nodes)
         if calls == 3:  # one row's states become NaN with its logits
             logits[1] = torch.nan
+            for _, kept in cache.layers[1].kept:
+                kept.unflatten(0, nodes.tokens.shape)[1] = torch.nan
             for states in cache.layers[1].nodes.values():
                 for key, after in states.items():
                     states[key] = lambda row, node, after=after: after(row, node).index_fill(
@@ -216,7 +218,7 @@ def test_the_plan_counts_all_states_that_there_are(family: str) -> None:
     kept = []
     while not engine.idle:
         engine.step()
-        kept.append(sum(storages(states.nodes).values()))
+        kept.append(sum(storages(states.nodes).values()) + sum(some.nbytes for _, some in states.kept))
     planned = counts.node * slots * (nodes + 1) + counts.row * slots
     assert 0.9 * planned <= max(kept) <= planned
     plan = plan_memory(base, engine.drafter.spec, engine.config, 64, 0)

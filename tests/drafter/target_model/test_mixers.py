@@ -17,7 +17,7 @@ from drafter.target_model import mixers, tree_mixing, tree_scan
 from drafter.target_model.mixers import Mixer
 from drafter.target_model.model import BaseModel
 from drafter.target_model.state_cache import States
-from tests.support.hybrids import hybrid_model
+from tests.support.hybrids import hybrid_base, hybrid_model
 from tests.support.marks import slow_but
 from tests.support.models import generate_reference
 from tests.support.trees import random_paths
@@ -115,11 +115,15 @@ def test_recurrent_layers_whose_code_is_not_known_are_refused(monkeypatch: pytes
 
 
 def test_the_plan_counts_what_kernels_keep_of_a_node() -> None:
-    found = {family: BaseModel(hybrid_model(family)).cache_bytes for family in ("lfm2", "qwen3_next", "mamba")}
+    found = {family: hybrid_base(family).cache_bytes for family in ("lfm2", "qwen3_next", "mamba")}
     # Three layers each, three states a slot. Convolutions keep three or four inputs for each of their channels.
-    assert (found["lfm2"].slot, found["lfm2"].node) == (3 * 3 * 32 * 3 * 4, 3 * 32 * 3 * 4)
-    channels, state = 2 * 16 + 32, 4 * 8 * 8
+    assert (found["lfm2"].slot, found["lfm2"].node) == (3 * 3 * 32 * 3 * 4, 3 * 32 * 4)
+    channels, state = 2 * 16 + 64, 4 * 8 * 16
     assert found["qwen3_next"].slot == 3 * 3 * (channels * 4 + state) * 4
-    # Instead of the state a key, a value and a decay of each head.
-    assert found["qwen3_next"].node == 3 * (channels * 4 + 4 * (8 + 8 + 1)) * 4
-    assert found["mamba"].node == found["mamba"].slot // 3
+    # Instead of the state an input, a key, a value and a decay of each head.
+    assert found["qwen3_next"].node == 3 * (channels + 2 * 8 + 4 * (16 + 1)) * 4
+    own = BaseModel(hybrid_model("qwen3_next"), native=False).cache_bytes
+    assert own.node == 3 * (channels * 4 + 4 * (8 + 16 + 1)) * 4
+    assert found["mamba"].node == 3 * (3 * 48 + 8) * 4  # inputs, what is written and steps of 48 channels, and a key
+    own = BaseModel(hybrid_model("mamba"), native=False).cache_bytes
+    assert own.node == own.slot // 3  # all of the state, as no kernel for trees is known

@@ -163,6 +163,10 @@ def test_what_is_too_large_is_refused(schema: Any, message: str) -> None:
         checked_schema(schema)
 
 
+def test_as_many_optional_properties_as_the_limit_are_allowed() -> None:
+    checked_schema(objects(MOST_OPTIONAL))
+
+
 def test_ten_levels_are_allowed_and_eleven_are_not() -> None:
     schema: dict[str, Any] = {"type": "integer"}
     for level in range(10):

@@ -69,6 +69,17 @@ def test_the_job_measures_and_goes_on(local_ray: None, evaluate: Evaluate) -> No
     assert "holds another evaluation" in outcome.error
 
 
+def test_each_category_is_measured_by_itself_with_forced_acceptance(local_ray: None, evaluate: Evaluate) -> None:
+    outcome = evaluate("--by_category", "true", "--batch", "1", "--acceptance", "synthetic:1.5", "--tree", "exact")
+    assert outcome.code == 0, outcome.stderr
+    results = Results.load(outcome.folder)
+    assert list(results.questions) == ["tiny: math", "tiny"]
+    assert {one["file"] for one in results.questions.values()} == {str(outcome.folder.parent / "questions.jsonl")}
+    assert {cell.questions for cell in results.cells} == {"tiny: math", "tiny"}
+    assert all(cell.differing_tokens == 0 for cell in results.cells)
+    assert "FORCED" in outcome.stdout
+
+
 def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evaluate: Evaluate, tmp_path: Path) -> None:
     (tmp_path / "head").mkdir()
     outcome = evaluate("--drafter", tmp_path / "head")
@@ -92,6 +103,7 @@ def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evalua
         (("--drafter", "none"), "none is no drafter"),
         (("--samples", "2"), "at temperature 0 all answers to a question are the same"),
         (("--questions_per_file", "0"), "questions_per_file must be at least 1"),
+        (("--acceptance", "2.5"), "acceptance must be null, or tokens a step as synthetic:2.5, not '2.5'"),
         (("--colour", "red"), "colour"),
     ],
 )

@@ -47,6 +47,8 @@ def test_the_summary_is_what_the_files_say(tmp_path: Path) -> None:
 def test_plain_decoding_has_a_sentence_of_its_own() -> None:
     counts = DecodeCounts(num_output_tokens=3, num_decode_steps=3, acceptance_histogram=[3])
     assert acceptance_lines(counts) == ["speculation none: every step was plain decoding, and gave one token"]
+    never = DecodeCounts(300, 300, 300, 900, 0, [300])
+    assert any(line.startswith("WARNING: only 0 of 900 draft tokens") for line in acceptance_lines(never))
 
 
 PAYS = StepSums(
