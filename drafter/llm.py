@@ -34,8 +34,8 @@ from drafter.many import Completed, Sampling, each_with_settings, in_order, make
 from drafter.parts.learning import LearningStart, RowTap
 from drafter.prompt import Prompt as TokenPrompt
 from drafter.prompt_kinds import as_chat, each_prompt, encode_prompt
+from drafter.ranks.leader import load_on_ranks
 from drafter.requests import Generation, GenerationRule, Request, described
-from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 from drafter.target_model.new_weights import Weights, match_weights
 from drafter.text.conversation import Conversation, Messages
@@ -142,7 +142,8 @@ class SpeculativeLM:
 
         def load_both() -> tuple[BaseModel, Drafter, ImageProcessor | None]:
             eyes = Eyes()
-            base = load_base(
+            base = load_on_ranks(
+                chosen.tensor_parallel_size,
                 name,
                 dtype=dtype,
                 device=device,

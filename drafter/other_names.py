@@ -48,7 +48,6 @@ OURS = {
     "placement_group_config": "gpus",
     "pretrained_model_name_or_path": "model",
     "speculative_config": "drafter",
-    "tensor_parallel_size": "device_map",
     "torch_dtype": "dtype",
 }
 """Our names by theirs."""

@@ -21,8 +21,9 @@ class ResourcesConfig:
         min_actors: Engines to start with.
         max_actors: Most engines. By default as many as a cluster has work and room for; on one machine, one for each
             GPU (or share of one), or `min_actors` where there is no GPU.
-        gpus_per_actor: GPUs of an engine, a fraction allowed. By default 1 where there are GPUs, or where nothing can
-            run yet; otherwise 0. Set it for a cluster that has only CPUs now and is to get GPUs.
+        gpus_per_actor: GPUs of an engine, a fraction allowed. By default `engine.tensor_parallel_size` where there are
+            GPUs, or where nothing can run yet; otherwise 0. Set it for a cluster that has only CPUs now and is to get
+            GPUs.
         cpus_per_actor: CPU cores of an engine, and so its threads. By default at most 1 beside a GPU; otherwise all
             cores of a node but half a core, divided among its engines. Lowered where a node would have none left.
     """

@@ -75,6 +75,13 @@ WALLS = {
         "drafter.text",
         "drafter.tree.paths",
     },
+    "drafter.ranks": {
+        "drafter.devices",
+        "drafter.errors",
+        "drafter.gguf_files",
+        "drafter.images",
+        "drafter.target_model",
+    },
     "drafter.training": {
         "drafter.errors",
         "drafter.heads",

@@ -26,6 +26,8 @@ class EngineSettings:
             would fit at full length. By default each sequence has memory for `max_model_len` tokens.
         kept_rows: Requests that have ended and whose state stays in memory, so that later prompts that begin alike
             need not be read again; by default 16, or fewer where memory is short, and on a GPU up to `max_num_seqs`.
+        tensor_parallel_size: Processes that each have a part of the target model's weights and of its KV cache; on a
+            machine with GPUs each takes one.
 
     Raises:
         ValueError: A value is of the wrong type or out of range.
@@ -37,9 +39,13 @@ class EngineSettings:
     compile: bool = False
     kv_gib: float | None = None
     kept_rows: int | None = None
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         _check_integer("max_num_seqs", self.max_num_seqs, 1)
+        _check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.tensor_parallel_size > 1 and self.compile:
+            raise ValueError("compile and tensor_parallel_size do not go together: leave one of them out")
         if self.max_model_len is not None:
             _check_integer("max_model_len", self.max_model_len, 2)
         if self.kept_rows is not None:

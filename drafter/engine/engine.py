@@ -89,7 +89,7 @@ class Engine:
         self._packs = base.allow_packing()
         self._queued, alone = devices.is_asynchronous(base.device), len(base.devices) == 1
         spec = drafter.spec.beside(brought)
-        recorded = self._queued and alone and not (base.caches.trees_wait and spec.max_nodes)
+        recorded = self._queued and alone and base.ranks == 1 and not (base.caches.trees_wait and spec.max_nodes)
         graphs, plan = cuda_graph.MOST_GRAPHS if recorded else 0, None
         kept = rows_to_keep(base, spec, config, self.max_length, graphs)
         if self._queued and alone:

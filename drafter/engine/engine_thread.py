@@ -7,14 +7,18 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 from torch import Tensor
 
 from drafter.engine.engine import Engine
 from drafter.errors import EngineError
+
+_PATIENCE = 10.0  # seconds for which a step may go on once it is known that it will fail
 
 
 class EngineThread:
@@ -26,12 +30,14 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._process = engine, os.getpid()
-        self._closing = self._left = False
+        self._closing = self._left = self._stuck = False
         # Its `put` may interrupt itself, as a garbage collection does.
         self._calls = queue.SimpleQueue[Callable[[], None] | None]()
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
         self._thread.start()
         engine.wake = self.wake
+        if engine.base.others is not None:
+            engine.base.others.on_end(partial(_end, weakref.ref(self)))
         atexit.register(self.close)  # at exit Python kills daemon threads; inside a step that crashes
 
     @property
@@ -76,13 +82,27 @@ class EngineThread:
         self._left = True
         self._calls.put(None)
 
+    def fail(self, error: EngineError) -> None:
+        """End all requests with an error that another thread has noticed, also if the step under way never ends."""
+
+        def work() -> None:
+            raise error
+
+        self._calls.put(work)
+        self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            self._stuck = True
+            self._engine.fail(error)
+
     def close(self) -> None:
         """End after the step under way, and wait for it; unfinished requests end with an error."""
-        if self.forked:
+        if self.forked or self._stuck:
             return
         self._closing = True
         self._calls.put(None)
         self._thread.join()
+        if self._engine.base.others is not None:
+            self._engine.base.others.close()
 
     def _run(self) -> None:
         try:
@@ -101,8 +121,14 @@ class EngineThread:
         finally:
             while not self._calls.empty():
                 if (work := self._calls.get()) is not None:
-                    work()  # it finds that the engine has failed
+                    with suppress(EngineError):  # of `fail`; others find that the engine has failed
+                        work()
             atexit.unregister(self.close)
+
+
+def _end(thread: weakref.ref[EngineThread], error: EngineError) -> None:
+    if (there := thread()) is not None:
+        there.fail(error)
 
 
 def _update(engine: Engine, weights: Sequence[tuple[Tensor, Tensor]]) -> int:

@@ -154,8 +154,9 @@ def plan_or_refuse(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_l
     """Plan an engine's memory, and log the plan; raise `LoadError` if the device has less left. See `plan_memory`."""
     device = base.device
     plan, free = plan_memory(base, spec, config, max_length, graphs), devices.free_bytes(device)
-    left = "?" if free is None else gib(free)
-    _LOG.info("memory beside the model, of %s left on %s:\n%s", left, device, plan.table())
+    left, ranks = "?" if free is None else gib(free), config.tensor_parallel_size
+    where = str(device) if ranks == 1 else f"{device}, the first of {ranks}, each with its share of the KV cache"
+    _LOG.info("memory beside the model, of %s left on %s:\n%s", left, where, plan.table())
     if free is not None and plan.total > free:
         raise LoadError(
             f"an engine of {config.max_num_seqs:,} slots takes {gib(plan.total)} beside the model, and {device} has "

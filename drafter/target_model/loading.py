@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import GgufConfig
@@ -73,6 +74,7 @@ def load_base(
     adapter: str | Path | None = None,
     dequantize: bool = False,
     eyes: Example | None = None,
+    ranks: int = 1,
     on_stage: Callable[[str], None] = logger.info,
 ) -> BaseModel:
     """Load a target model; its weights must be safetensors, or a GGUF file.
@@ -87,6 +89,7 @@ def load_base(
         adapter: A LoRA adapter that is merged into the weights: folder or hub id.
         dequantize: Load quantised weights as floating-point numbers of `dtype`.
         eyes: Asked only for a model with a vision tower; see `BaseModel`. Without it, no images are read.
+        ranks: Processes that have joined (`torch.distributed`) and load a part of the model each, at the same time.
         on_stage: Called with a message before the proof, which may take longer than reading the weights.
 
     Raises:
@@ -110,6 +113,8 @@ def load_base(
             stored = None if (scheme := scheme_of(config)) is None else scheme_name(scheme)
         if device_map is not None:
             kwargs["device_map"] = device_map
+        elif ranks > 1:
+            kwargs["distributed_config"] = DistributedConfig(tp_size=ranks)
         elif target.type == "cuda" and is_accelerate_available():
             # Weights go to a GPU as they are read: the host need not hold those of all engines of a node.
             kwargs["device_map"] = {"": target}
@@ -122,7 +127,7 @@ def load_base(
     if dequantize:
         model = dequantised(name, model)
     compute_in_fp32(model)
-    if device_map is None:
+    if device_map is None and ranks == 1:
         model = _moved(name, model, target)
     for place in {parameter.device for parameter in model.parameters()}:  # a device map may choose others
         _refuse_other_device(f"of weights of {name!r}", place)
@@ -141,7 +146,7 @@ def load_base(
             blind = f"{name} reads text alone here: {reason}"
             logger.warning(blind)
     on_stage("proving that draft trees have the model's own logits")
-    base = BaseModel(model, name, example=example, weights=weights, before_adapter=before, stored=blocks)
+    base = BaseModel(model, name, example=example, weights=weights, before_adapter=before, stored=blocks, ranks=ranks)
     base.blind = blind or base.blind
     if blocks:
         base.weights = weights_in_words(model, stored)

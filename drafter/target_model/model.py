@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from drafter import devices
 from drafter.errors import LoadError, RequestError, one_line
@@ -64,10 +65,12 @@ class BaseModel:
         weights: What the weights are, in words; by default their type.
         before_adapter: `target_fingerprint` of the model before an adapter was merged into it.
         stored: How a file stores weights, by their names: the native executor reads them so, in place of the model's.
+        ranks: Processes that have a part of the model each, and all make this object at the same time.
 
     Attributes:
         fingerprints: Its own, and that before an adapter: heads that were made for either draft for it.
         sight: What reads prompts with images; None if the model reads none, for the reason `blind`.
+        others: The other processes, where this is the first of several; see `drafter.ranks`.
         weights_version: How often `update_weights` has been called.
 
     Raises:
@@ -84,10 +87,12 @@ class BaseModel:
         weights: str = "",
         before_adapter: str | None = None,
         stored: Mapping[str, Stored] | None = None,
+        ranks: int = 1,
     ) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         refuse_unsupported(self.name, model.config)
-        self.model = model.eval().requires_grad_(False)
+        self.model, self.ranks = model.eval().requires_grad_(False), ranks
+        self.others: Any = None
         if model.device.type == "cuda":
             # cuDNN plans each new shape, which takes longer than most prompts; the other kernels take masks, too.
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -130,11 +135,12 @@ class BaseModel:
             self._prove_long_texts()
             if example is not None:
                 self._open_eyes(example, texts[-1])
-        if native:
+        if native and ranks == 1:
             self._mix_natively()
             self._executor = self._native(stored) or self._model_code
         self.cache_bytes: CacheBytes = self.caches.over(Blocks(1, 1, self.device), self.device).bytes
-        self._prepack()
+        if ranks == 1:  # kernels are chosen by their times, and what all ranks compute must be the same to the last bit
+            self._prepack()
         self.weights_version = 0
 
     @torch.no_grad()
@@ -270,12 +276,13 @@ class BaseModel:
     @property
     def lm_head_weight(self) -> Tensor:
         """`[V, d]` weight of the frozen LM head."""
-        return self._head.weight  # type: ignore[return-value]
+        return _whole(self._head.weight)
 
     @property
     def lm_head_bias(self) -> Tensor | None:
         """`[V]` bias of the frozen LM head, if it has one."""
-        return getattr(self._head, "bias", None)
+        bias: Tensor | None = getattr(self._head, "bias", None)
+        return None if bias is None else _whole(bias)
 
     @property
     def executor_name(self) -> str:
@@ -412,3 +419,8 @@ class BaseModel:
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
         """Run only the first layers and the final norm over texts `[B, L]`, padded on the right; return `[B, L, d]`."""
         return self._model_code.read_early(tokens, layers)
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return a tensor put together of all processes' parts, if each of several has one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from drafter.errors import LoadError, shown
 from drafter.target_model.architecture import make_model
@@ -34,6 +35,8 @@ def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor,
             f"{what}: its weights are quantised, and only those of a model in floating point can change: load it "
             "dequantised (loading.dequantize true, in Python dequantize=True)"
         )
+    if any(isinstance(tensor, DTensor) for tensor in own.values()):
+        raise LoadError(f"{what}: it is split among processes: load the model without tensor_parallel_size")
     if offloaded := [key for key, tensor in own.items() if tensor.is_meta]:
         raise LoadError(f"{what}: {offloaded[0]} is offloaded: load the model without offloading to change its weights")
     given = _by_name(what, weights)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter import devices
-from drafter.errors import RequestError, one_line
+from drafter.errors import EngineError, RequestError, one_line
 from drafter.prompt import Prompt
 from drafter.target_model.towers import InPieces, Towers
 
@@ -163,7 +163,7 @@ class Sight:
             with self._towers.few_at_a_time():
                 inputs = self._encoded(prompt, salt)
                 arguments = call_of(self._decoder, lambda: self._model(input_ids=ids, use_cache=False, **inputs))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, EngineError):
             raise
         except Exception as error:  # a model's code may raise anything for what it was not made for
             raise RequestError(f"the model cannot read these images: {one_line(error, 200)}") from error

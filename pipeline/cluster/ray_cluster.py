@@ -233,6 +233,7 @@ def share_out(
     config: ResourcesConfig,
     cluster: Cluster,
     *,
+    ranks: int = 1,
     what: str = "engines",
     settings: str = "resources.{}_per_actor or resources.min_actors",
 ) -> ActorResources:
@@ -241,6 +242,7 @@ def share_out(
     Where nothing can run yet, as on a head that waits for its autoscaler, an actor takes a GPU.
 
     Args:
+        ranks: Processes of an actor that take a GPU each, where there are some.
         what: The actors' designation in errors.
         settings: Settings that errors advise to lower; `{}` stands for `cpus` or `gpus`.
 
@@ -251,13 +253,18 @@ def share_out(
     gpus = sum(node.gpus for node in useful)
     gpu_share = config.gpus_per_actor
     if gpu_share is None:
-        gpu_share = float(gpus > 0 or (cluster.may_grow and not useful))
+        gpu_share = float(ranks * (gpus > 0 or (cluster.may_grow and not useful)))
+    elif ranks > 1 and gpu_share not in (0, ranks):
+        raise InputError(
+            f"engine.tensor_parallel_size {ranks} takes as many GPUs, and each of the {what} is to have {gpu_share:g}: "
+            "leave that out"
+        )
     most = config.max_actors
     if most is None and not cluster.may_grow:
         most = max(config.min_actors, math.floor(gpus / gpu_share)) if gpu_share else config.min_actors
     cpu_share = config.cpus_per_actor
     if cpu_share is None:
-        cpu_share = _cpu_share(useful, gpu_share, most or config.min_actors)
+        cpu_share = _cpu_share(useful, gpu_share, most or config.min_actors, ranks)
     cpu_share = _leave_room(useful, cpu_share, gpu_share)
     shares = ActorResources(cpu_share, gpu_share, config.min_actors, most)
     if not cluster.may_grow:
@@ -268,11 +275,11 @@ def share_out(
     return shares
 
 
-def _cpu_share(nodes: Sequence[Node], gpu_share: float, actors: int) -> float:
-    # One core beside its GPUs; without GPUs, the smallest node's, divided among its actors.
+def _cpu_share(nodes: Sequence[Node], gpu_share: float, actors: int, ranks: int) -> float:
+    # One core beside the GPU of each process; without GPUs, the smallest node's, divided among its actors.
     if gpu_share:
         shares = [(node.cpus - _RESERVED_CPUS) * gpu_share / node.gpus for node in nodes if node.gpus >= gpu_share]
-        return max(min([1.0, *shares]), 0.0)
+        return max(min([float(ranks), *shares]), 0.0)
     smallest = min((node.cpus for node in nodes if node.cpus), default=1.0 + _RESERVED_CPUS)
     on_one = math.ceil(actors / max(len(nodes), 1))
     return max((smallest - _RESERVED_CPUS) / on_one, 0.5)

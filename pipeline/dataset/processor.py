@@ -262,7 +262,8 @@ def build_processor(
         fewest, most = config.engines
         cluster = connect()
         wanted = ResourcesConfig(fewest, most, config.gpus, config.cpus)
-        shares = share_out(wanted, cluster, settings="the processor's {}")
+        ranks = config.engine_spec(threads=1).config.tensor_parallel_size
+        shares = share_out(wanted, cluster, ranks=ranks, settings="the processor's {}")
         spec, limits = config.engine_spec(shares.threads), config.row_settings()[1]
         if config.cpus is None:
             shares = replace(shares, cpus=_beside_others(shares.cpus, cluster))

@@ -85,12 +85,12 @@ class GenerateConfig:
         for name in ("input", "output", "drafter"):
             if not getattr(self, name).strip():
                 raise InputError(f"{name} is empty")
-        if (self.resources.gpus_per_actor or 0) > 1 and self.loading.device_map is None:
+        one = self.loading.device_map is None and self.engine.tensor_parallel_size == 1
+        if one and (self.resources.gpus_per_actor or 0) > 1:
             raise InputError(
                 f"an engine would use one of resources.gpus_per_actor = {self.resources.gpus_per_actor:g} GPUs: "
-                "set loading.device_map to auto, or take 1"
+                "set engine.tensor_parallel_size, or loading.device_map to auto, or take 1"
             )
-
         at_least("stop_after_valid", self.stop_after_valid, 1)
         self.learning.check_beside(self.drafter, self.verifier, self.engine)
 

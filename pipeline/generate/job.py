@@ -184,7 +184,7 @@ def _stage_and_generate(
             from pipeline.learning.job_learner import beside_learner
 
             cluster, learner = beside_learner(job.config.learning, cluster), _learner(job)
-        resources = share_out(job.config.resources, cluster)
+        resources = share_out(job.config.resources, cluster, ranks=job.config.engine.tensor_parallel_size)
         status.takes(resources)
         with nodes_ahead(resources.gpus, _engines_ahead(job, resources, cluster)):
             staged = _stage(job, staged)

@@ -85,6 +85,10 @@ class LearningConfig:
                 f"a head learns from what its target model says itself, and the verifier {verifier.name} lets other "
                 "tokens pass: use exact, or do without learning"
             )
+        if engine.tensor_parallel_size > 1:
+            raise InputError(
+                "learning.enabled and engine.tensor_parallel_size do not go together: leave one of them out"
+            )
         if engine.num_draft_tokens == 0:
             raise InputError("a head that learns is to draft: engine.num_draft_tokens 0 drafts nothing")
 

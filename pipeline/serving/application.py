@@ -60,7 +60,8 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
     replicas = config.replicas
     least, most = len(drafters) * replicas.min, len(drafters) * (replicas.max or replicas.min)
     wanted = ResourcesConfig(least, most, replicas.gpus, replicas.cpus)
-    share = share_out(wanted, beside_learner(config.learning, cluster), what="replicas", settings="replicas.{}")
+    ranks, free = config.engine.tensor_parallel_size, beside_learner(config.learning, cluster)
+    share = share_out(wanted, free, ranks=ranks, what="replicas", settings="replicas.{}")
     learns = _learner_spec(config)
     engines = {
         name: _engines(config, drafter, "Engine" if place == 0 else "Plain", share, learns if place == 0 else None)

@@ -131,20 +131,29 @@ SITUATIONS: dict[str, Drive] = {
 }
 
 
+def longest_of(family: str) -> int:
+    return max(len(one.prompt_ids) for one in requests_of(family)) + 12 if family in SEEING else _LONGEST
+
+
+def config_of(family: str, drafter: Drafter, situation: str, slots: int) -> dict[str, Any]:
+    """Return the settings of an engine in a situation."""
+    longest = longest_of(family)
+    config: dict[str, Any] = {"max_num_seqs": slots, "num_draft_tokens": _NODES, "max_model_len": longest}
+    if situation == "growing rows":  # there is memory for one row of full length, and for half of another
+        need, blocks = target_of(family).cache_bytes, -(-(longest + 2 * drafter.spec.positions) // BLOCK) * 3 // 2
+        config["kv_gib"] = (need.position * BLOCK * (blocks + SPARE) + need.slot * slots + need.once) / 2**30
+    return config
+
+
 def check_identity(
     family: str, make: MakeDrafter, situation: str, slots: int, *, behind: bool, patch: pytest.MonkeyPatch
 ) -> int:
     """Check that a case's tokens are those of plain decoding. Return how many steps were recorded and repeated."""
     base, requests = target_of(family), requests_of(family)
-    longest = max(len(request.prompt_ids) for request in requests) + 12 if family in SEEING else _LONGEST
-    expected = plainly(base, requests, max_model_len=longest)
+    expected = plainly(base, requests, max_model_len=longest_of(family))
     recorder = queue_steps(patch) if behind and DEVICE.type == "cpu" else None  # on a GPU it is behind anyway
-    config: dict[str, Any] = {"max_num_seqs": slots, "num_draft_tokens": _NODES, "max_model_len": longest}
     drafter = make(base, texts_of(requests, expected))
-    if situation == "growing rows":  # there is memory for one row of full length, and for half of another
-        need, blocks = base.cache_bytes, -(-(longest + 2 * drafter.spec.positions) // BLOCK) * 3 // 2
-        config["kv_gib"] = (need.position * BLOCK * (blocks + SPARE) + need.slot * slots + need.once) / 2**30
-    engine = engine_of(base, drafter, **config)
+    engine = engine_of(base, drafter, **config_of(family, drafter, situation, slots))
     assert tokens_of(SITUATIONS[situation](engine, requests)) == tokens_of(expected)
     engine.scheduler.kept.clear()
     if situation == "growing rows" and slots > 2 and base.cache_bytes.position:

@@ -58,6 +58,15 @@ def test_shares(nodes: list[Node], may_grow: bool, wanted: ResourcesConfig, expe
     assert share_out(wanted, Cluster(tuple(nodes), may_grow)) == expected
 
 
+def test_each_process_of_an_engine_takes_a_gpu() -> None:
+    two = Cluster((Node(8, 4),), may_grow=False)
+    assert share_out(ResourcesConfig(), two, ranks=2) == ActorResources(2.0, 2.0, 1, 2)
+    assert share_out(ResourcesConfig(gpus_per_actor=0), two, ranks=2) == ActorResources(7.5, 0.0, 1, 1)
+    assert share_out(ResourcesConfig(), Cluster((HEAD,), may_grow=True), ranks=4).gpus == 4
+    with pytest.raises(InputError, match="takes as many GPUs, and each of the engines is to have 1: leave"):
+        share_out(ResourcesConfig(gpus_per_actor=1), two, ranks=2)
+
+
 @pytest.mark.parametrize(
     ("node", "wanted", "message"),
     [

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from pyarrow import fs
 
 from drafter import SpeculativeLM
+from drafter.embedded import EMBEDDED_BASE
 from pipeline.io.files import locate
 from tests.pipeline.conftest import Driver, Outcome, Run, read_rows, write_jsonl
 from tests.support.faults import DeadlyFiles, FragileEngine, kill_me
@@ -90,8 +92,31 @@ def test_killed_engines_lose_nothing(
     assert len(entered(tmp_path)) - len(PROMPTS) <= len(signals) * 8  # so many rows fit into an engine
 
 
-def kill_engines(notes: Path, *signals: int) -> None:
-    """End one engine's process after the other when rows have finished in it."""
+@pytest.mark.slow
+def test_killed_ranks_lose_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = partial(FragileEngine, notes=tmp_path, step_seconds=0.05)
+    monkeypatch.setattr("pipeline.engines.models.EngineSpec", slow)
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    killer = threading.Thread(target=kill_engines, args=[tmp_path, signal.SIGKILL], kwargs={"whom": rank_beside})
+    killer.start()
+    done = run(source, "--writing.rows_per_file", 8, "--engine.tensor_parallel_size", 2, base=EMBEDDED_BASE)
+    killer.join()
+    with SpeculativeLM.from_pretrained(EMBEDDED_BASE, "none", max_num_seqs=4) as alone:
+        assert_whole(done, alone, PROMPTS)
+    engines = [int(note.stem) for note in tmp_path.glob("*.pid")]
+    assert len(engines) == 2
+    assert len(entered(tmp_path)) - len(PROMPTS) <= 8
+
+
+def rank_beside(engine: int) -> int:
+    """The other process of an engine whose model is in two."""
+    below = [one for file in Path(f"/proc/{engine}/task").glob("*/children") for one in file.read_text().split()]
+    (rank,) = [one for one in below if b"drafter.ranks" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return int(rank)
+
+
+def kill_engines(notes: Path, *signals: int, whom: Callable[[int], int] = int) -> None:
+    """End one engine's process after the other when rows have finished in it, or that which `whom` says."""
 
     def has_started(turn: int) -> bool:
         return len(list(notes.glob("*.pid"))) >= turn
@@ -104,7 +129,7 @@ def kill_engines(notes: Path, *signals: int) -> None:
         wait_until(partial(has_started, turn), f"engine {turn}")
         wait_until(partial(has_entered, enough), f"rows in engine {turn}")
         newest = max(notes.glob("*.pid"), key=lambda path: path.stat().st_mtime_ns)
-        os.kill(int(newest.stem), number)
+        os.kill(whom(int(newest.stem)), number)
 
 
 def entered(notes: Path) -> list[str]:

@@ -102,7 +102,10 @@ def test_the_demo_configurations_are_valid(file: str) -> None:
             "--input a --output b --resources.gpus_per_actor 1.5",
             "resources.gpus_per_actor must be whole above 1, not 1.5",
         ),
-        ("--input a --output b --resources.gpus_per_actor 2", "set loading.device_map to auto, or take 1"),
+        (
+            "--input a --output b --resources.gpus_per_actor 2",
+            "set engine.tensor_parallel_size, or",
+        ),
         ("--input a --output b --writing.rows_per_file 0", "writing.rows_per_file must be at least 1, not 0"),
         ("--input a --output b --loading.dtype int8", "loading.dtype must be one of auto, float32, bfloat16, float16"),
         ("--input a --output b --verifier.settings low", "verifier.settings must be an object, not low"),
