@@ -122,7 +122,9 @@ def load_base(
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             kwargs["attn_implementation"] = "eager"
         model = _read(name, partial(auto_class(config).from_pretrained, source, **kwargs))
-        floats = dequantize or adapter is not None or device_map is not None or model.dtype != torch.float32
+        floats = (
+            dequantize or adapter is not None or device_map is not None or ranks > 1 or model.dtype != torch.float32
+        )
         blocks = None if gguf is None or floats or target.type != "cpu" else stored_weights(gguf, model)
     if dequantize:
         model = dequantised(name, model)
