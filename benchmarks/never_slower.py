@@ -132,7 +132,7 @@ def measure(
         for name in names if turn % 2 else reversed(names):
             began = time.perf_counter()
             drafter = load_drafter(name, base, useful_nodes(base.device))
-            engine = Engine(base, drafter, tokenizer, config)
+            engine = Engine(base, drafter, tokenizer, config, drafter_name=name)
             start = time.perf_counter() - began
             first, seconds, tokens = decode(engine, requests)
             expected = expected or tokens

@@ -58,6 +58,7 @@ class SpeculativeLM:
         tokenizer: The target model's.
         verifier: Decides which draft tokens are accepted; by default the exact one.
         samples: Receives finished rows, for a learner.
+        drafter_name: Key of the step times that are kept between processes; None measures them in each.
         processor: Makes prompts of messages with images, if the target model reads such.
         brought: Draft tokens of the largest draft that `Handle.draft` may bring.
     """
@@ -71,13 +72,13 @@ class SpeculativeLM:
         *,
         verifier: Verifier | None = None,
         samples: RowTap | None = None,
+        drafter_name: str | None = None,
         processor: ImageProcessor | None = None,
         brought: int = 0,
     ) -> None:
         self.base, self.tokenizer, self.samples, self.processor = base, tokenizer, samples, processor
-        self.engine = in_passing_thread(
-            lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples, brought=brought)
-        )
+        more: dict[str, Any] = {"verifier": verifier, "tap": samples, "drafter_name": drafter_name, "brought": brought}
+        self.engine = in_passing_thread(lambda: Engine(base, drafter, tokenizer, config, **more))
         self._arguments: dict[str, Any] | None = None
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.leave)
@@ -178,9 +179,10 @@ class SpeculativeLM:
         if chosen.compile:
             tell("compiling the model")
         elif chosen.num_draft_tokens == "auto" and loaded.spec.max_nodes:
-            tell("timing decode steps")
+            tell("timing decode steps, once for each machine and model")
+        kept_by = None if learning is not None else str(drafter)
         more: dict[str, Any] = {"verifier": decides, "samples": samples, "processor": processor, "brought": brought}
-        lm = cls(base, loaded, tokenizer, chosen, **more)
+        lm = cls(base, loaded, tokenizer, chosen, drafter_name=kept_by, **more)
         lm._arguments = arguments
         return lm
 

@@ -102,7 +102,7 @@ def measure(base: BaseModel, tokenizer: Any, args: argparse.Namespace, batch: in
     head = load_drafter(str(shipped_head(base)), base, most)
     config = EngineConfig(batch, longest, max_queue=len(requests))
     engine = Engine(base, head, tokenizer, config, budget=FixedBudget(most))
-    latencies = step_costs(engine._device, None).at(batch)
+    latencies = step_costs(engine._device, None, None).at(batch)
     trees = recorded(engine, requests, batch)
     counts, cells = (0, 3, 4, 7, 9, 11, 15), []
     for verified in VERIFIED:

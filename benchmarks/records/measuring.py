@@ -107,7 +107,7 @@ class Job:
         """Decode the job by a new engine, which knows no text yet but has compiled the schemas."""
         requests = self.requests(lengths if arm.free else ())
         drafter = load_drafter(arm.drafter, self.base, useful_nodes(self.base.device))
-        engine = Engine(self.base, drafter, self.tokenizer, room_for(requests, batch))
+        engine = Engine(self.base, drafter, self.tokenizer, room_for(requests, batch), drafter_name=arm.drafter)
         first = requests[: len(SCHEMAS)]  # one of each kind
         decode_all(engine, [replace(one, sampling=replace(one.sampling, max_new_tokens=1)) for one in first])
         return decode_all(engine, requests)

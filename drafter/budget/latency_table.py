@@ -1,14 +1,25 @@
-"""Latencies of steps by rows and draft tokens, measured on this machine at start."""
+"""Latencies of steps by rows and draft tokens: measured on this machine at start, and kept in the cache folder."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from drafter.budget.contract import SHADOW_ROWS, Floats
+from drafter.native.build import cache_folder
+
+logger = logging.getLogger(__name__)
 
 NODE_COUNTS = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47, 63)
 """Draft tokens a step may verify: few enough to measure, and a CUDA graph each. On a CPU a step takes hardly longer
@@ -38,6 +49,15 @@ class LatencyTable:
             self._interpolated(rows, self.draft),
             self._interpolated(min(rows, SHADOW_ROWS), self.draft),
         )
+
+    def changed(self, plain: float, full: float) -> LatencyTable:
+        """Return the table of a time when plain steps and those with the largest trees take so many times as long.
+
+        Both are of one row. Steps between them change in between, and those of more nodes as the larger of the two.
+        """
+        nodes = np.log(self.batches[:, None] * (1 + np.array(self.nodes)))
+        change = np.interp(nodes, [0.0, np.log(1 + self.nodes[-1])], [plain, full])
+        return dataclasses.replace(self, verify=self.verify * change)
 
     def _interpolated(self, rows: int, seconds: Floats) -> Floats:
         """Interpolate seconds `[…, K, M]` to `[…, M]` at so many rows."""
@@ -109,3 +129,51 @@ def batch_sizes(slots: int) -> Sequence[int]:
     while sizes[-1] < slots:
         sizes.append(min(4 * sizes[-1], slots))
     return sizes
+
+
+def load_costs(subject: Mapping[str, Any]) -> tuple[LatencyTable, tuple[float, float]] | None:
+    """Return the table kept for a subject, which is all that step times follow from, and its samples; None for none."""
+    try:
+        record = json.loads(_file(subject).read_text(encoding="utf-8"))
+        plain, full = map(float, record["samples"])
+        if not (plain > 0 and full > 0):
+            raise ValueError("steps take no time")
+        return (_table(record["table"]), (plain, full)) if record["subject"] == _as_text(subject) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:  # a damaged file counts as none
+        logger.debug("kept step times cannot be read: %s", error)
+        return None
+
+
+def save_costs(subject: Mapping[str, Any], table: LatencyTable, samples: tuple[float, float]) -> None:
+    """Keep the table of a subject; where the cache folder cannot be written to, the next start measures again.
+
+    `samples` are seconds of two steps when it was measured, by which a later start corrects it; see `changed`.
+    """
+    file = _file(subject)
+    record = {"subject": _as_text(subject), "table": dataclasses.asdict(table), "samples": samples}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            made = Path(folder) / file.name
+            made.write_text(_as_text(record), encoding="utf-8")
+            os.replace(made, file)  # engines that start together may all write
+    except OSError as error:
+        logger.debug("step times cannot be kept: %s", error)
+
+
+def _file(subject: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(_as_text(subject).encode()).hexdigest()[:16]
+    return cache_folder() / "costs" / f"{digest}.json"
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(
+        value, sort_keys=True, default=lambda one: one.tolist() if isinstance(one, np.ndarray) else str(one)
+    )
+
+
+def _table(record: dict[str, Any]) -> LatencyTable:
+    arrays = {name: np.array(record[name], dtype=np.float64) for name in ("batches", "verify", "draft")}
+    return LatencyTable(**{**record, **arrays, "nodes": tuple(record["nodes"])})

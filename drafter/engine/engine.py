@@ -45,6 +45,7 @@ class Engine:
         verifier: By default the exact one.
         budget: By default as `config.num_draft_tokens` says.
         tap: Receives rows that have ended, with the hidden states that the drafter reads.
+        drafter_name: Key of step times in the cache folder; None measures them again.
         guides: Make guides for `structured_outputs`. By default those of a method, at the first such request.
         brought: Draft tokens of the largest draft that `Handle.draft` may bring.
 
@@ -67,6 +68,7 @@ class Engine:
         verifier: Verifier | None = None,
         budget: Budget | None = None,
         tap: RowTap | None = None,
+        drafter_name: str | None = None,
         guides: Guides | None = None,
         brought: int = 0,
     ) -> None:
@@ -114,7 +116,8 @@ class Engine:
             compile_base(device)
         if self._queue and plan is not None:
             try_dearest_step(device, self._queue, plan)
-        self.budget = budget or make_budget(device, self._queue, config.num_draft_tokens)
+        kept_by = None if config.compile else drafter_name
+        self.budget = budget or make_budget(device, self._queue, config.num_draft_tokens, kept_by)
 
     # ---- from any thread
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import Budget, FixedBudget, Floats
-from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
+from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, load_costs, measure_latency, save_costs
 from drafter.devices import timed
 from drafter.drafters.contract import Ask, choices_of
 from drafter.engine.batch import BatchState
@@ -22,6 +22,8 @@ from drafter.engine.memory import MemoryPlan
 from drafter.engine.queued_step import QueuedStep, padded_rows
 from drafter.engine.step import DeviceStep
 from drafter.errors import LoadError
+from drafter.native.build import processor
+from drafter.source_commit import VERSION, source_commit
 from drafter.tree.token_tree import bare_trees, root_only
 
 _DEAREST = SamplingMode(*[True] * len(fields(SamplingMode)))
@@ -96,6 +98,10 @@ _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
 _DRAFT_RUNS = 2
 """Timed runs of a draft: the first run includes one-time work."""
+_SAMPLE_RUNS = 9
+"""Times that each of two steps is sampled. The least time counts."""
+_FASTER = 1.5
+"""A machine that is so many times as fast as when latencies were measured was busy then, and measures them again."""
 _BUSY = 0.1
 """Share of the processors that others may have while latencies are measured. With more, the ratios are theirs."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16
@@ -133,7 +139,9 @@ def compile_base(step: DeviceStep) -> None:
 
 
 @torch.inference_mode()
-def make_budget(step: DeviceStep, queue: QueuedStep | None, nodes: int | Literal["auto"]) -> Budget:
+def make_budget(
+    step: DeviceStep, queue: QueuedStep | None, nodes: int | Literal["auto"], drafter: str | None
+) -> Budget:
     """Return the budget of a number of draft tokens, `auto` by `step_costs`, with the steps of a `queue` recorded."""
     drafts, choices = step.state.drafter, choices_of(step.state.drafter)
     most = drafts.spec.max_nodes if nodes == "auto" else min(nodes, drafts.spec.max_nodes)
@@ -142,7 +150,7 @@ def make_budget(step: DeviceStep, queue: QueuedStep | None, nodes: int | Literal
     if nodes != "auto" or not most:
         return FixedBudget(most)
     return AdaptiveBudget(
-        step_costs(step, queue),
+        step_costs(step, queue, drafter),
         list(choices),
         withheld=[place for place, one in enumerate(choices.values()) if not one.drafts],
         known=[one.worth for one in choices.values()],
@@ -150,11 +158,63 @@ def make_budget(step: DeviceStep, queue: QueuedStep | None, nodes: int | Literal
     )
 
 
-def step_costs(step: DeviceStep, queue: QueuedStep | None) -> LatencyTable:
-    """Return the table of `measure_steps`, which is not sure where others used the machine meanwhile."""
+def step_costs(step: DeviceStep, queue: QueuedStep | None, drafter: str | None) -> LatencyTable:
+    """Return the table of `measure_steps`; if it was measured here before, that of the cache folder, corrected.
+
+    A table that was measured while others used the machine is measured again once they do not.
+
+    Args:
+        drafter: Name of the drafter, for the cache; None does without. Steps that are queued are measured at each
+            start, because that also records them.
+    """
+    if drafter is None or queue is not None:
+        return measure_steps(step, queue)
+    subject = _subject(step, drafter)
+    others = devices.watch_others()
+    if (kept := load_costs(subject)) is not None:
+        table, then = kept
+        # A machine that others share is faster at one time than at another, and its memory more so than its processor.
+        # While it is slow, whatever is measured is of the others, too: what is known from a better time is corrected.
+        plain, full = (now / before for now, before in zip(_samples(step), then, strict=True))
+        if min(plain, full) > 1 / _FASTER and (table.sure or others() > _BUSY):
+            return replace(table.changed(plain, full), sure=False)
     others = devices.watch_others()
     table = measure_steps(step, queue)
-    return replace(table, sure=queue is not None or others() <= _BUSY)
+    table = replace(table, sure=others() <= _BUSY)
+    save_costs(subject, table, _samples(step))
+    return table
+
+
+def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
+    base, state = step.base, step.state
+    return {
+        "machine": [processor(), torch.get_num_threads(), str(base.device)],
+        "versions": [torch.__version__, VERSION, source_commit()],
+        "model": [base.fingerprint, str(base.dtype), base.executor_name, step.packs],
+        "drafter": [drafter, asdict(state.drafter.spec), list(state.drafter.members)],
+        "verifier": step.verifier.name,
+        "state": [state.slots, state.max_length, state.cache.blocks.in_order],
+    }
+
+
+def _samples(step: DeviceStep) -> tuple[float, float]:
+    """Return the seconds of a plain step of one row, which memory decides, and of one with the largest tree."""
+    # Of one row: many rows read much of the KV cache, and where nothing was written yet, that is faster than later.
+    state, length, most = step.state, _probed_length(step.state), step.state.drafter.spec.max_nodes
+    state.reserve(0, length + 1)
+    works = [partial(_verify, step, nodes, length) for nodes in (0, most)]
+    for work in works:
+        work()
+    # In turn: what else runs on the machine had better not meet one of them alone.
+    rounds = [[devices.timed(step.base.device, work)[1] for work in works] for _ in range(_SAMPLE_RUNS)]
+    state.forget()
+    plain, full = map(min, zip(*rounds, strict=True))
+    return plain, full
+
+
+def _verify(step: DeviceStep, nodes: int, length: int) -> None:
+    step.state.lengths.fill_(length)
+    step.verify(bare_trees(step.state.tokens[:1, 0], 1 + nodes), length + 1 + nodes)
 
 
 @torch.inference_mode()

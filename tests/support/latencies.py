@@ -18,7 +18,7 @@ _DRAFT = 0.02
 """Seconds of drafting; a plain step of a row takes one."""
 
 
-def given_table(step: DeviceStep, queue: QueuedStep | None = None) -> LatencyTable:
+def given_table(step: DeviceStep, queue: QueuedStep | None = None, drafter: str | None = None) -> LatencyTable:
     """Stands for `step_costs`: draft tokens cost little, so that whatever comes true now and then pays."""
     most, batches = step.state.drafter.spec.max_nodes, batch_sizes(step.state.slots)
     nodes = tuple(sorted({count for count in NODE_COUNTS if count < most} | {most}))

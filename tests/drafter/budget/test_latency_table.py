@@ -23,6 +23,15 @@ def test_latencies_are_interpolated_between_batches() -> None:
     assert table.at(8).shadow[0, 1] == table.at(SHADOW_ROWS).draft[0, 1] < 0.5
 
 
+def test_a_table_follows_a_machine_that_has_changed() -> None:
+    """Memory is slower than it was, and the processor faster: 1 and 4 rows of 1 and 4 nodes."""
+    draft = np.array([[[0.0, 0.5], [0.0, 0.75]]])
+    table = LatencyTable(np.array([1.0, 4.0]), (0, 3), np.array([[1.0, 2.0], [2.0, 8.0]]), draft)
+    found = table.changed(1.25, 0.75)
+    assert np.allclose(found.verify, [[1.25, 1.5], [1.5, 6.0]])
+    assert np.array_equal(found.draft, draft)
+
+
 def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:
     assert batch_sizes(1) == [1]
     assert batch_sizes(20) == [1, 4, 16, 20]

@@ -11,7 +11,7 @@ from drafter.devices import zero_untouched
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.batch import BatchState
 from drafter.engine.step import DeviceStep
-from drafter.engine.warm_up import generate_texts, measure_steps, step_costs
+from drafter.engine.warm_up import generate_texts, measure_steps
 from drafter.statistics import StageTimes
 from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
@@ -49,15 +49,6 @@ def test_every_size_is_measured_and_the_slots_are_left_empty(tiny_base: BaseMode
     assert (table.draft[:, :, 1:] > 0).all()
     assert math.isfinite(table.verify.max())
     assert step.state.lengths.tolist() == [96] * 5
-
-
-def test_what_was_measured_while_others_used_the_machine_is_not_sure(
-    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = device_step(tiny_base, AdversarialDrafter(0, nodes=2), slots=1)
-    for busy, sure in ((0.5, False), (0.02, True)):
-        monkeypatch.setattr("drafter.devices.watch_others", lambda busy=busy: lambda: busy)
-        assert step_costs(step, None).sure == sure
 
 
 WARMED = list(product(["adversarial", "ctc"], [None, 7]))

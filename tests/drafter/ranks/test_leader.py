@@ -25,10 +25,16 @@ from drafter.target_model.model import BaseModel
 from tests.drafter.test_identity import MAKE
 from tests.support.identity import SITUATIONS, MakeDrafter, config_of, longest_of, requests_of, target_of
 from tests.support.marks import pairwise
-from tests.support.models import base_of, engine_of, finish, plainly, random_prompts, texts_of, tokens_of
+from tests.support.models import base_of, engine_of, finish, plainly, random_model, random_prompts, texts_of, tokens_of
 from tests.support.waiting import PATIENCE
 
 DRAFTERS: dict[str, MakeDrafter] = {**MAKE, "exit": lambda base, texts: FirstLayersDrafter(base, 2, 8)}
+
+
+@pytest.fixture
+def tiny_base() -> BaseModel:
+    """One for each test: what notes the input of a rank's LM head stays there."""
+    return BaseModel(random_model("llama"), native=False)
 
 
 class Recorded:
