@@ -91,6 +91,7 @@ def test_what_a_rank_keeps_is_what_rank_0_keeps(family: str, drafter: str, situa
     made = DRAFTERS[drafter](base, texts_of(requests, expected))
     engine = engine_of(base, made, **config_of(family, made, situation, 3))
     assert tokens_of(SITUATIONS[situation](engine, requests)) == tokens_of(expected)
+    assert base.lm_head_weight is whole.lm_head_weight  # with this call those of blocks go, which wait for another
     follower = recorded.replayed(whole)
     own = engine.batch.cache.own  # type: ignore[attr-defined]
     pairs = [*zip(contents(own), contents(follower._objects[FIRST_CACHE]), strict=True)]
