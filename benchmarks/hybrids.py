@@ -30,8 +30,8 @@ from transformers import Cache, DynamicCache
 from benchmarks.never_slower import DATA
 from drafter.devices import synchronise
 from drafter.drafters.contract import PlainDecoding
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.evaluation.decoders import decode_all, room_for
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.questions import read_questions
@@ -118,20 +118,17 @@ def measure_rates(bases: Mapping[Path, BaseModel], rows: int) -> list[Rate]:
             5, 2_000, (max(rows, _FEWEST), _PROMPT), generator=torch.Generator().manual_seed(0)
         ).tolist()
     ]
-    config = EngineConfig(max_num_seqs=rows, max_model_len=_PROMPT + _NEW, kept_rows=0)
+    config = room_for(requests, rows)
     engines = {
         folder.name: Engine(base, PlainDecoding(), load_tokenizer(folder), config) for folder, base in bases.items()
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for turn in range(_WARM_UP + _RATES):
         for name, engine in engines.items():
-            start, cpu_start = time.perf_counter(), time.process_time()
-            for request in requests:
-                engine.submit(request)
-            while not engine.idle:
-                engine.step()
+            cpu_start = time.process_time()
+            run = decode_all(engine, requests)
             if turn >= _WARM_UP:
-                found[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
+                found[name].append((run.seconds, time.process_time() - cpu_start))
     count = len(requests) * _NEW
     return [
         Rate(name, rows, *(count / median(seconds) for seconds in zip(*taken, strict=True)))

@@ -15,7 +15,6 @@ import os
 import shlex
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -35,6 +34,7 @@ from drafter.evaluation.results import write_json
 from pipeline.command_line import run_job
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
+from pipeline.progress.watch import Pulse
 
 SUMMARY_FILE = "summary.json"
 _ENGINES, _SLOTS, _ROW_SECONDS, _TOKENS = 2, 256, 0.1, 16
@@ -42,29 +42,6 @@ _LOOK_SECONDS = 5.0
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.95)
 """Shares of the rows that are done, at which memory is told."""
 _MIB = 1 << 20
-
-
-class Memory:
-    """Looks now and then at the rows that are done and at the memory of each process of the job but its engines."""
-
-    def __init__(self, status: Path) -> None:
-        self._status, self._over = status, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.looks: list[tuple[int, dict[str, float]]] = []
-
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
-            if self._status.exists():
-                rows = json.loads(self._status.read_text(encoding="utf-8"))["rows_done"]
-                self.looks.append((rows, _memory()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,9 +73,15 @@ def measure(folder: Path, rows: int) -> dict[str, Any]:
     settings += ["--resources.cpus_per_actor", 0.5, "--resources.gpus_per_actor", 0]
     settings += ["--resources.max_actors", _ENGINES, "--engine.max_num_seqs", _SLOTS]
     spec = partial(FakeSpec, row_seconds=_ROW_SECONDS, tokens=_TOKENS, marks=folder / "marks", slots=_SLOTS)
+    status, looks = folder / "out" / "status.json", list[tuple[int, dict[str, float]]]()
+
+    def look() -> None:
+        if status.exists():
+            looks.append((json.loads(status.read_text(encoding="utf-8"))["rows_done"], _memory()))
+
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     begun = time.monotonic()
-    with patch("pipeline.engines.models.EngineSpec", spec), Memory(folder / "out" / "status.json") as memory:
+    with patch("pipeline.engines.models.EngineSpec", spec), Pulse(_LOOK_SECONDS, look):
         code = run_job(lambda arguments: generate(parse_config(arguments)), [str(one) for one in settings])
     seconds = time.monotonic() - begun
     ray.shutdown()
@@ -113,7 +96,7 @@ def measure(folder: Path, rows: int) -> dict[str, Any]:
         "engines": _ENGINES,
         "seconds": round(seconds, 1),
         "rows_per_s": round(rows / seconds, 1),
-        "memory_mib": [memory_at(memory.looks, share, rows) for share in _SHARES],
+        "memory_mib": [memory_at(looks, share, rows) for share in _SHARES],
     }
 
 

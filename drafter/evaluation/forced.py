@@ -69,9 +69,6 @@ class ForcedAcceptance(MergedDrafter):
     def slots(self) -> Sequence[SlotState]:  # type: ignore[override]
         return [*super().slots, self._rows]
 
-    def follows(self, ask: Ask) -> bool:
-        return bool(ask.nodes)
-
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         tree = super().propose(context, ask)
         tokens, parents, depths = (part.tolist() for part in (tree.tokens, tree.parents, tree.depths))

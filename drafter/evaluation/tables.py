@@ -144,10 +144,10 @@ def speed_tables(results: Results) -> str:
 
 
 def page(results: Results) -> str:
-    parts = ["# Evaluation", _heading(results), *remarks(results), speed_tables(results)]
+    parts, found = ["# Evaluation", _heading(results), *remarks(results), speed_tables(results)], figures(results.cells)
     if len(results.questions) <= _MOST_SETS:
-        parts += ["## Accepted draft tokens", markdown_table(acceptance_rows(figures(results.cells)))]
-    if ratios := tree_ratios(figures(results.cells)):
+        parts += ["## Accepted draft tokens", markdown_table(acceptance_rows(found))]
+    if ratios := tree_ratios(found):
         parts += ["## Tree ÷ chain", markdown_table(ratios)]
     settings: dict[Setting, list[Cell]] = {}
     for cell in results.cells:
@@ -190,9 +190,9 @@ def remarks(results: Results) -> list[str]:
             f"**Acceptance is FORCED to β {forced:g}**: trees have so many right tokens, at the drafters' own cost, so "
             "the figures are the system's."
         )
-    for one in figures(results.cells):
-        if warning := rejection_warning(total(one.cell.counts.values())):
-            said.append(f"**{one.cell.arm.method} on {one.cell.questions}: {warning}**")
+    for cell in results.cells:
+        if warning := rejection_warning(total(cell.counts.values())):
+            said.append(f"**{cell.arm.method} on {cell.questions}: {warning}**")
     return list(dict.fromkeys(said))
 
 

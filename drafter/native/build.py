@@ -124,7 +124,8 @@ def _compile(compiler: str, target: Path) -> None:
         raise BuildError(f"the compiled library cannot be kept in {target.parent}: {error}") from error
 
 
-def _fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
+def fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Return fields for ctypes: for each kind, its names in one text."""
     return [(name, kind) for kind, names in kinds for name in names.split()]
 
 
@@ -132,19 +133,19 @@ def _fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
 
 
 class MatrixStruct(ctypes.Structure):
-    _fields_ = _fields((Pointer, "weights bias"), (_I64, "inputs outputs"), (_I32, "half coded"))
+    _fields_ = fields((Pointer, "weights bias"), (_I64, "inputs outputs"), (_I32, "half coded"))
 
 
 class CodedBlockStruct(ctypes.Structure):
-    _fields_ = _fields((Pointer, "codes"), (_I64, "format"))
+    _fields_ = fields((Pointer, "codes"), (_I64, "format"))
 
 
 class ExpertsStruct(ctypes.Structure):
-    _fields_ = _fields((MatrixStruct, "router"), (ctypes.POINTER(MatrixStruct), "gate_up down"), (_I64, "taken normed"))
+    _fields_ = fields((MatrixStruct, "router"), (ctypes.POINTER(MatrixStruct), "gate_up down"), (_I64, "taken normed"))
 
 
 class LayerStruct(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (Pointer, "attention_norm mlp_norm attention_after mlp_after query_norm key_norm cosines sines"),
         (_I64, "window"),
         (ctypes.POINTER(ExpertsStruct), "experts"),
@@ -154,7 +155,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class DecoderStruct(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (ctypes.POINTER(LayerStruct), "layers"),
         (Pointer, "embedding final_norm"),
         (MatrixStruct, "head table"),
@@ -165,7 +166,7 @@ class DecoderStruct(ctypes.Structure):
 
 
 class ForwardStruct(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (ctypes.POINTER(Pointer), "keys values"),
         (Pointer, "texts states"),
         (ctypes.POINTER(Pointer), "kept"),
@@ -181,11 +182,11 @@ class ForwardStruct(ctypes.Structure):
 
 
 class JointLayerStruct(ctypes.Structure):
-    _fields_ = _fields((Pointer, "norm_weight norm_bias"), (MatrixStruct, "inner out"))
+    _fields_ = fields((Pointer, "norm_weight norm_bias"), (MatrixStruct, "inner out"))
 
 
 class JointStruct(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (MatrixStruct, "frames out"),
         (ctypes.POINTER(JointLayerStruct), "layers"),
         (Pointer, "norm_weight norm_bias blank_weight blank_bias"),
@@ -195,11 +196,11 @@ class JointStruct(ctypes.Structure):
 
 
 class LabelTableStruct(ctypes.Structure):
-    _fields_ = _fields((Pointer, "drafted recent"), (_I64, "places tokens texts"))
+    _fields_ = fields((Pointer, "drafted recent"), (_I64, "places tokens texts"))
 
 
 class SearchStruct(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (LabelTableStruct, "labels"),
         (Pointer, "states"),
         (_I64, "rows frames band depth size beam"),
@@ -210,15 +211,15 @@ class SearchStruct(ctypes.Structure):
 
 
 class LayerNormStruct(ctypes.Structure):
-    _fields_ = _fields((Pointer, "weight bias"))
+    _fields_ = fields((Pointer, "weight bias"))
 
 
 class FrameLayerStruct(ctypes.Structure):
-    _fields_ = _fields((LayerNormStruct, "attention_norm mlp_norm"), (MatrixStruct, "qkv output gate_up down"))
+    _fields_ = fields((LayerNormStruct, "attention_norm mlp_norm"), (MatrixStruct, "qkv output gate_up down"))
 
 
 class FrameLayersStruct(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (ctypes.POINTER(FrameLayerStruct), "layers"),
         (LayerNormStruct, "embedding_norm hidden_norm"),
         (MatrixStruct, "fusion"),
@@ -229,7 +230,7 @@ class FrameLayersStruct(ctypes.Structure):
 
 
 class FramesStruct(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (Pointer, "cache"),
         (_I64, "slots length"),
         (Pointer, "embeddings hidden"),
@@ -246,8 +247,8 @@ class FramesStruct(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL:
     """Load the library, once per process; compile it if the cache has none, or raise `BuildError`."""
-    loaded = ctypes.CDLL(str(library_path()))
-    for name, result, arguments in (
+    return declared(
+        ctypes.CDLL(str(library_path())),
         ("lanes", _I64, []),
         ("takes_heads_of", _I32, [_I64]),
         ("packed_bytes", _I64, [_I64, _I64, _I32]),
@@ -259,7 +260,12 @@ def library() -> ctypes.CDLL:
         ("forward", _I32, [ctypes.POINTER(DecoderStruct), ctypes.POINTER(ForwardStruct)]),
         ("search", None, [ctypes.POINTER(JointStruct), ctypes.POINTER(SearchStruct)]),
         ("frames", None, [ctypes.POINTER(FrameLayersStruct), ctypes.POINTER(FramesStruct)]),
-    ):
+    )
+
+
+def declared(loaded: ctypes.CDLL, *functions: tuple[str, Any, list[Any]]) -> ctypes.CDLL:
+    """Return the library with functions declared: the name behind `drafter_`, the result, and the arguments."""
+    for name, result, arguments in functions:
         function = getattr(loaded, f"drafter_{name}")
         function.restype, function.argtypes = result, arguments
     return loaded

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from drafter.native.build import MatrixStruct, Pointer, _fields, library
+from drafter.native.build import MatrixStruct, Pointer, declared, fields, library
 
 _I64, _I32, _F32 = ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 DELTA, MAMBA, SELECTIVE, PLAIN = range(4)  # rules by which states of heads change; without heads the last
@@ -19,7 +19,7 @@ DELTA, MAMBA, SELECTIVE, PLAIN = range(4)  # rules by which states of heads chan
 
 
 class MixerStruct(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (MatrixStruct, "inside out select step"),
         (Pointer, "taps taps_bias decays step_bias skip norm select_norms"),
         (_I64, "key_heads heads key_size value_size reach channels query_at key_at value_at normed gate_first"),
@@ -29,7 +29,7 @@ class MixerStruct(ctypes.Structure):
 
 
 class TextsStruct(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (_I64, "rows nodes"),
         (Pointer, "which"),
         (_I64, "count"),
@@ -39,32 +39,26 @@ class TextsStruct(ctypes.Structure):
 
 
 class StatesStruct(ctypes.Structure):
-    _fields_ = _fields((Pointer, "inputs memories"))
+    _fields_ = fields((Pointer, "inputs memories"))
 
 
 class KeptLayerStruct(ctypes.Structure):
-    _fields_ = _fields((ctypes.POINTER(MixerStruct), "mixer"), (StatesStruct, "states"), (Pointer, "kept"))
+    _fields_ = fields((ctypes.POINTER(MixerStruct), "mixer"), (StatesStruct, "states"), (Pointer, "kept"))
 
 
 class AcceptedStruct(ctypes.Structure):
-    _fields_ = _fields((Pointer, "path"), (_I64, "rows nodes length"), (Pointer, "from to"))
+    _fields_ = fields((Pointer, "path"), (_I64, "rows nodes length"), (Pointer, "from to"))
 
 
 @cache
 def _functions() -> ctypes.CDLL:
-    loaded = library()
-    for name, result, arguments in (
-        ("kept_width", _I64, [ctypes.POINTER(MixerStruct)]),
-        (
-            "mix",
-            None,
-            [ctypes.POINTER(MixerStruct), Pointer, ctypes.POINTER(StatesStruct), *[Pointer] * 3, _I64],
-        ),
+    mixer, states = ctypes.POINTER(MixerStruct), ctypes.POINTER(StatesStruct)
+    return declared(
+        library(),
+        ("kept_width", _I64, [mixer]),
+        ("mix", None, [mixer, Pointer, states, *[Pointer] * 3, _I64]),
         ("keep_paths", None, [ctypes.POINTER(KeptLayerStruct), _I64, ctypes.POINTER(AcceptedStruct), _I64]),
-    ):
-        function = getattr(loaded, f"drafter_{name}")
-        function.restype, function.argtypes = result, arguments
-    return loaded
+    )
 
 
 class Texts:

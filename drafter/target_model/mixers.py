@@ -88,6 +88,7 @@ def run_natively(mixers: Iterable[Mixer]) -> None:
         BuildError: The library cannot be compiled here.
     """
     for mixer in mixers:
+        mixer.native = None  # a copy of weights that have changed is freed before another is made
         try:
             mixer.native = NativeMixer(mixer.module, mixer.layer)
         except UnsuitableError as reason:

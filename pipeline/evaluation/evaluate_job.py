@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
@@ -45,12 +45,12 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     Raises `InputError` if the questions, the models or the output cannot be used, and `JobError` on failure.
     """
     with as_job_errors((QuestionError,)):
-        questions = _questions(config)
+        questions, files = _questions(config)
     folder = output_folder(config.output)
     earlier = _earlier_results(folder)
     resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="evaluation", settings="{}")
     done = frozenset(cell.setting for cell in earlier.cells) if earlier is not None else frozenset()
-    asked = (config, questions, command, done, resources.threads)
+    asked = (config, questions, files, command, done, resources.threads)
     results, last_line = earlier, 0.0
     for item in measured(resources, _measure, *asked, mistakes=(LoadError, QuestionError)):
         if isinstance(item, str):
@@ -89,21 +89,17 @@ def _unusable(folder: Path, why: str) -> InputError:
     return InputError(f"output {folder} {why}: choose another")
 
 
-def _questions(config: EvaluateConfig) -> dict[str, list[Question]]:
-    """Return the sets of questions by name: each file, or each category of one, as `chat: math`."""
-    if not config.by_category:
-        return {name: read_questions(file, config.questions_per_file) for name, file in config.files.items()}
+def _questions(config: EvaluateConfig) -> tuple[dict[str, list[Question]], dict[str, str]]:
+    """Return the sets of questions by name, and the file of each: all of it, or one category of it, as `chat: math`."""
     sets: dict[str, list[Question]] = {}
+    files: dict[str, str] = {}
     for name, file in config.files.items():
         for question in read_questions(file):
-            sets.setdefault(f"{name}: {question.category}" if question.category else name, []).append(question)
-    return {name: spread(some, config.questions_per_file) for name, some in sets.items()}
-
-
-def _files(config: EvaluateConfig, sets: Iterable[str]) -> dict[str, str]:
-    """Return the file of each set of questions."""
-    files = config.files
-    return {name: files[next(one for one in files if name == one or name.startswith(f"{one}: "))] for name in sets}
+            apart = config.by_category and question.category
+            of = f"{name}: {question.category}" if apart else name
+            sets.setdefault(of, []).append(question)
+            files[of] = file
+    return {name: spread(some, config.questions_per_file) for name, some in sets.items()}, files
 
 
 def _plan(config: EvaluateConfig, questions: Questions) -> Plan:
@@ -136,7 +132,12 @@ def _earlier_results(folder: Path) -> Results | None:
 
 
 def _measure(
-    config: EvaluateConfig, questions: Questions, command: str, done: frozenset[Setting], threads: int
+    config: EvaluateConfig,
+    questions: Questions,
+    files: Mapping[str, str],
+    command: str,
+    done: frozenset[Setting],
+    threads: int,
 ) -> Iterator[str | Results | list[Cell] | Progress]:
     """Load the models and measure all settings but those in `done`. Runs on a worker.
 
@@ -147,7 +148,7 @@ def _measure(
     base, tokenizer = load_models(model, asdict(config.loading), threads)
     yield "timing steps, and decoding the prompts"
     evaluation = Evaluation(base, tokenizer, questions, _plan(config, questions))
-    yield evaluation.describe(command, _files(config, questions))
+    yield evaluation.describe(command, files)
     yield from evaluation.run(done)
 
 

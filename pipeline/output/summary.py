@@ -126,12 +126,13 @@ def read_batches(
 
 def read_tables(rows: pyarrow.dataset.Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
     """Yield the rows of a dataset in tables of about `_BATCH_ROWS`: many outputs have many small files."""
-    held: list[pa.RecordBatch] = []
+    held, count = list[pa.RecordBatch](), 0
     for batch in read_batches(rows, columns):
         held.append(batch)
-        if sum(one.num_rows for one in held) >= _BATCH_ROWS:
+        count += batch.num_rows
+        if count >= _BATCH_ROWS:
             yield pa.Table.from_batches(held)
-            held = []
+            held, count = [], 0
     if held:
         yield pa.Table.from_batches(held)
 
