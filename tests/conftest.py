@@ -89,6 +89,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print failures of other processes as they happen: a long run may be ended before its summary."""
+    if report.failed and hasattr(report, "node"):
+        print(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
+
+
 def pytest_collection_finish() -> None:
     """Modules stay: the garbage collector need not look through their hundreds of thousands of objects each time."""
     gc.freeze()

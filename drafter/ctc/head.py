@@ -207,9 +207,11 @@ class CTCHead(FrameHead):
 
     def prepared_search(self, base: Target, tree: Tree) -> Search:
         lattice = bool(self.config.label_context)
-        if lattice and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
+        searched = lattice or (tree != "static" and self.config.loss != "ce")
+        beam = 1 if tree == "chain" else LATTICE_BEAM if lattice else None
+        if searched and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
-                return NativeSearch(self, base, _beam(tree))
+                return NativeSearch(self, base, beam)
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
         search = super().prepared_search(base, tree)
@@ -318,25 +320,41 @@ def _centred(head: CTCHead, states: Tensor) -> Tensor:
 
 
 class NativeSearch:
-    """Lattice search in the native library, one call per step, for a head with a label context and frozen weights.
+    """The search for the best trees in the native library, one call per step, for a head with frozen weights.
+
+    With a label context that is lattice search, and without one prefix search.
+
+    Args:
+        beam: Prefixes kept at each depth; None for all that may be in a tree, which is for prefix search.
 
     Raises `BuildError` if the library cannot be compiled here, and `UnsuitableError` if the weights are not fp32 on a
     CPU, or the table of label terms would be too large.
     """
 
     @torch.no_grad()
-    def __init__(self, head: CTCHead, base: Target, beam: int) -> None:
-        config, output = head.config, head.output(base)
-        self._head, self._base, self._beam = head, base, beam
-        self._tokens = len(output.lm_head_weight)
-        entries = config.label_context * self._tokens * config.joint_size
-        if entries > MOST_ENTRIES:
-            raise UnsuitableError(
-                f"its table of label terms would have {entries} numbers: train it with a smaller label_context, "
-                "joint_size or draft_vocab_size"
-            )
+    def __init__(self, head: CTCHead, base: Target, beam: int | None) -> None:
+        output = head.output(base)
+        self._config, self._beam = head.config, beam
         self._weights = weights = PackedWeights()
-        layers = (JointLayerStruct * len(head.joint_layers))()
+        self._joint = JointStruct(
+            norm_weight=weights.address(head.norm.weight),
+            norm_bias=weights.address(head.norm.bias),
+            blank_weight=weights.address(head.blank.weight),
+            blank_bias=weights.address(head.blank.bias),
+            head=weights.matrix(output.lm_head_weight, output.lm_head_bias),
+            hidden=self._config.hidden_size,
+        )
+        self._labels = None
+        if self._config.label_context:
+            self._labels = LabelTerms(head, base)
+            self._add_joint_network(head)
+
+    def _add_joint_network(self, head: CTCHead) -> None:
+        joint, weights = self._joint, self._weights
+        joint.frames = weights.matrix(head.joint_frames.weight, head.joint_frames.bias)
+        joint.out = weights.matrix(head.joint_out.weight)
+        joint.layers = layers = (JointLayerStruct * len(head.joint_layers))()
+        joint.layer_count, joint.terms = len(layers), self._config.joint_size
         for struct, layer in zip(layers, head.joint_layers, strict=True):
             norm, inner, _, out = layer.children()
             assert isinstance(norm, nn.LayerNorm)
@@ -344,43 +362,22 @@ class NativeSearch:
             assert isinstance(out, nn.Linear)
             struct.norm_weight, struct.norm_bias = weights.address(norm.weight), weights.address(norm.bias)
             struct.inner, struct.out = weights.matrix(inner.weight, inner.bias), weights.matrix(out.weight)
-        self._joint = JointStruct(
-            frames=weights.matrix(head.joint_frames.weight, head.joint_frames.bias),
-            out=weights.matrix(head.joint_out.weight),
-            layers=layers,
-            norm_weight=weights.address(head.norm.weight),
-            norm_bias=weights.address(head.norm.bias),
-            blank_weight=weights.address(head.blank.weight),
-            blank_bias=weights.address(head.blank.bias),
-            head=weights.matrix(output.lm_head_weight, output.lm_head_bias),
-            layer_count=len(layers),
-            terms=config.joint_size,
-            hidden=config.hidden_size,
-        )
-        # [joint_size, c, d]
-        self._label_weights = head.joint_labels.weight.unflatten(1, (config.label_context, -1))
-        self._table = self._terms(head.base_tokens(torch.arange(self._tokens)))
 
     def __call__(self, states: Tensor, recent: Tensor, size: int, least: float) -> TokenTree:
         """Return trees `[B, size]` in draft ids; see `frame_head.Search`."""
-        config = self._head.config
+        config = self._config
         rows, frames, _ = states.shape
         states, pending = states.contiguous(), recent[:, -1].contiguous()
-        known = recent.flatten()
-        recent_terms = self._terms_of_texts(known)
         tokens, parents, depths = (torch.empty(rows, size, dtype=torch.long) for _ in range(3))
         log_probs = torch.empty(rows, size, dtype=torch.float32)
         search = SearchStruct(
-            labels=LabelTableStruct(
-                self._table.data_ptr(), recent_terms.data_ptr(), config.label_context, self._tokens, len(known)
-            ),
             states=states.data_ptr(),
             rows=rows,
             frames=frames,
             band=config.band,
             depth=config.depth,
             size=size,
-            beam=self._beam,
+            beam=self._beam or size,
             least=least,
             pending=pending.data_ptr(),
             tokens=tokens.data_ptr(),
@@ -389,21 +386,51 @@ class NativeSearch:
             log_probs=log_probs.data_ptr(),
             threads=torch.get_num_threads(),
         )
+        if self._labels is not None:
+            known = recent.flatten()
+            recent_terms = self._labels.of_texts(known)
+            search.labels = LabelTableStruct(
+                self._labels.table.data_ptr(),
+                recent_terms.data_ptr(),
+                config.label_context,
+                self._labels.table.shape[1],
+                len(known),
+            )
         library().drafter_search(ctypes.byref(self._joint), ctypes.byref(search))
         return TokenTree(tokens, parents, depths, log_probs)
 
-    def _terms_of_texts(self, tokens: Tensor) -> Tensor:
-        """Return `_terms` of tokens `[N]`, by the table of those that may be drafted, which most of a text's are."""
+
+class LabelTerms:
+    """What tokens add to the first layer of the joint network.
+
+    Attributes:
+        table: `[c, V, joint_size]` terms of the tokens that may be drafted, at each position of the label context.
+    """
+
+    def __init__(self, head: CTCHead, base: Target) -> None:
+        config, tokens = head.config, len(head.output(base).lm_head_weight)
+        entries = config.label_context * tokens * config.joint_size
+        if entries > MOST_ENTRIES:
+            raise UnsuitableError(
+                f"its table of label terms would have {entries} numbers: train it with a smaller label_context, "
+                "joint_size or draft_vocab_size"
+            )
+        self._head, self._base = head, base
+        # [joint_size, c, d]
+        self._label_weights = head.joint_labels.weight.unflatten(1, (config.label_context, -1))
+        self.table = self._terms(head.base_tokens(torch.arange(tokens)))
+
+    def of_texts(self, tokens: Tensor) -> Tensor:
+        """Return terms `[c, N, joint_size]` of tokens `[N]`, by the table where they may be drafted, as most may."""
         vocabulary = self._head.vocabulary
         if vocabulary is None:
-            return self._table.index_select(1, tokens)
+            return self.table.index_select(1, tokens)
         ids = vocabulary.ids.index_select(0, tokens)
-        terms = self._table.index_select(1, ids.clamp_min(0))
+        terms = self.table.index_select(1, ids.clamp_min(0))
         if len(others := (ids < 0).nonzero()[:, 0]):
             terms[:, others] = self._terms(tokens[others])
         return terms
 
     def _terms(self, tokens: Tensor) -> Tensor:
-        """Return each token's term at each position of the label context, `[c, N, joint_size]`."""
         labels = self._head.label_norm(self._base.embed(tokens))
         return torch.stack([labels.float() @ weights.T for weights in self._label_weights.unbind(1)])

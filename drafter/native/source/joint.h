@@ -23,7 +23,7 @@ struct Joint {
     const float *norm_weight, *norm_bias;    // `[d]`
     const float *blank_weight, *blank_bias;  // `[d]`, `[1]`
     Matrix head;
-    int64_t layer_count, terms, hidden;
+    int64_t layer_count, terms, hidden;  // 0 layers and terms: frames know no labels
 };
 
 // A frame after a path: where its state is, what it adds to the network's first layer, and where its shares go.
@@ -81,7 +81,8 @@ class JointNetwork {
             for (; i < joint.terms; ++i) sum[i] *= sigmoid(sum[i]);
             std::copy(questions[q].state, questions[q].state + d, states_.rows[q]);
         });
-        multiply_all<End::kAdd>(team, {&joint.out, terms_.numbers.data(), states_.rows.data(), count});
+        if (joint.terms > 0)
+            multiply_all<End::kAdd>(team, {&joint.out, terms_.numbers.data(), states_.rows.data(), count});
         for (int64_t layer = 0; layer < joint.layer_count; ++layer) {
             const JointLayer& one = joint.layers[layer];
             inner_.reserve(count, one.inner.outputs);

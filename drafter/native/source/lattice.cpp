@@ -1,43 +1,16 @@
 // The lattice search of a CTC head as one call: the best draft trees under frames that know the last labels.
 //
 // The algorithm is that of drafter/ctc/lattice.py, which says what it computes. This code leaves out what cannot be
-// in a tree. Called from Python by way of ctypes; `structures.py` declares the same structures.
+// in a tree. Called from Python by way of ctypes; `build.py` declares the same structures.
 
 #include <algorithm>
-#include <cmath>
-#include <functional>
-#include <limits>
 #include <vector>
 
-#include "joint.h"
-#include "team.h"
+#include "search.h"
 
 namespace drafter {
 
-// What a label adds to the joint network's first layer at each of the c places of a path's last labels.
-struct LabelTable {
-    const float* drafted;  // `[c, V, terms]` of the tokens that may be drafted
-    const float* recent;   // `[c, B * c, terms]` of the texts' last tokens, the oldest of each text first
-    int64_t places, tokens, texts;  // c, V, B * c
-};
-
-struct Search {
-    LabelTable labels;
-    const float* states;  // `[B, F, d]`
-    int64_t rows, frames, band, depth, size, beam;
-    float least, unused;
-    const int64_t* pending;            // `[B]`
-    int64_t *tokens, *parents, *depths;  // `[B, size]` the trees, whose draft nodes have the ids of the head's outputs
-    float* log_probs;                  // `[B, size]`
-    int64_t threads;
-};
-
 namespace {
-
-struct Candidate {
-    float prob;
-    int token, parent, depth, path;  // parent: index among the row's candidates, -1 for the root
-};
 
 // The paths of one level that are extended. Of each, in flat lists: the mass that arrives at each frame of its band with
 // its last token, and its last labels.
@@ -72,7 +45,8 @@ class LatticeSearch {
             for (int row = 0; row < search.rows; ++row) take_best(row, keep, level + 1);
             extend();
         }
-        team.loop(static_cast<int>(search.rows), [&](int row) { write(row); });
+        team.loop(static_cast<int>(search.rows),
+                  [&](int row) { tries_[row].write(search.trees, row, search.size, search.pending[row]); });
     }
 
   private:
@@ -83,11 +57,11 @@ class LatticeSearch {
         const int states = static_cast<int>(rows * search.frames);
         frame_terms_.reserve(states, joint_->terms);
         multiply_all<End::kStore>(*team_, {&joint_->frames, search.states, frame_terms_.rows.data(), states});
-        candidates_.resize(rows);
+        tries_.resize(rows);
         found_.resize(rows);
         paths_.clear();
         for (int row = 0; row < rows; ++row) {
-            candidates_[row].clear();
+            tries_[row].clear();
             paths_.row.push_back(row);
             paths_.node.push_back(-1);
             paths_.prob.push_back(1.0f);
@@ -208,13 +182,13 @@ class LatticeSearch {
             if (paths_.row[path] == row)
                 found.insert(found.end(), best_.begin() + path * best_of_, best_.begin() + (path + 1) * best_of_);
         const size_t kept = std::min<size_t>(keep, found.size());
-        std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.prob > b.prob; });
+        std::stable_sort(found.begin(), found.end(), is_likelier);
         found.resize(kept);
         for (Candidate& one : found) {
             one.parent = paths_.node[one.path];
             one.depth = depth;
             one.prob = std::min(one.prob, paths_.prob[one.path]);  // rounding must not lift it above its parent
-            candidates_[row].push_back(one);
+            tries_[row].add(one);
         }
     }
 
@@ -224,21 +198,14 @@ class LatticeSearch {
         const int64_t band = search.band, places = search.labels.places;
         later_.clear();
         for (int row = 0; row < search.rows; ++row) {
-            const std::vector<Candidate>& all = candidates_[row];
-            float limit = search.least;
-            const size_t most = static_cast<size_t>(search.size - 1);
-            if (!found_[row].empty() && all.size() >= most) {
-                probs_.clear();
-                for (const Candidate& one : all) probs_.push_back(one.prob);
-                std::nth_element(probs_.begin(), probs_.begin() + (most - 1), probs_.end(), std::greater<float>());
-                limit = std::max(limit, probs_[most - 1]);
-            }
-            const size_t before = all.size() - found_[row].size();
-            for (size_t node = before; node < all.size(); ++node) {
+            Trie& all = tries_[row];
+            const int last = static_cast<int>(found_[row].size());
+            const float limit = last > 0 ? all.limit(search.size - 1, search.least) : search.least;
+            for (int node = all.count() - last; node < all.count(); ++node) {
                 const Candidate& one = all[node];
                 if (!(one.prob > limit)) continue;
                 later_.row.push_back(row);
-                later_.node.push_back(static_cast<int>(node));
+                later_.node.push_back(node);
                 later_.prob.push_back(one.prob);
                 for (int64_t place = 0; place < band; ++place) {
                     const int64_t at = one.path * band + place;
@@ -253,48 +220,32 @@ class LatticeSearch {
         std::swap(paths_, later_);
     }
 
-    // The most probable candidates, parents before children.
-    void write(int row) {
-        const Search& search = *search_;
-        std::vector<Candidate>& all = candidates_[row];
-        std::vector<int> order(all.size()), rank(all.size());
-        for (size_t node = 0; node < all.size(); ++node) order[node] = static_cast<int>(node);
-        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return all[a].prob > all[b].prob; });
-        for (size_t place = 0; place < order.size(); ++place) rank[order[place]] = static_cast<int>(place);
-        const int64_t start = row * search.size;
-        search.tokens[start] = search.pending[row];
-        search.parents[start] = search.depths[start] = 0;
-        search.log_probs[start] = 0.0f;
-        for (int64_t place = 1; place < search.size; ++place) {
-            const int64_t at = start + place;
-            const bool exists = place <= static_cast<int64_t>(order.size()) && all[order[place - 1]].prob > 0;
-            const Candidate one = exists ? all[order[place - 1]] : Candidate{0, -1, -1, 1, 0};
-            search.tokens[at] = one.token;
-            search.parents[at] = one.parent < 0 ? 0 : rank[one.parent] + 1;
-            search.depths[at] = one.depth;
-            search.log_probs[at] = exists ? std::log(one.prob) : -std::numeric_limits<float>::infinity();
-        }
-    }
-
     const Joint* joint_ = nullptr;
     const Search* search_ = nullptr;
     Team* team_ = nullptr;
     JointNetwork network_;
     Rows frame_terms_, shares_;  // shares of each path and place in the band
     Paths paths_, later_;
-    std::vector<float> mass_, reached_, blanks_, probs_;
+    std::vector<float> mass_, reached_, blanks_;
     std::vector<Asked> asked_;
     std::vector<Question> questions_;
     std::vector<Candidate> best_;
     int best_of_ = 0;
-    std::vector<std::vector<Candidate>> candidates_, found_;
+    std::vector<Trie> tries_;
+    std::vector<std::vector<Candidate>> found_;
 };
 
 }  // namespace
+
+void search_lattice(const Joint& joint, const Search& search, Team& team) {
+    // Kept, because large buffers that are new have to be cleared by the system first.
+    static thread_local LatticeSearch lattice;
+    lattice.run(joint, search, team);
+}
+
 }  // namespace drafter
 
 extern "C" void drafter_search(const drafter::Joint* joint, const drafter::Search* search) {
-    // Kept, because large buffers that are new have to be cleared by the system first.
-    static thread_local drafter::LatticeSearch lattice;
-    drafter::Team::run(static_cast<int>(search->threads), [&](drafter::Team& team) { lattice.run(*joint, *search, team); });
+    const auto& find = search->labels.places == 0 ? drafter::search_prefixes : drafter::search_lattice;
+    drafter::Team::run(static_cast<int>(search->threads), [&](drafter::Team& team) { find(*joint, *search, team); });
 }

@@ -1,4 +1,4 @@
-"""The native lattice search finds the trees of the one in PyTorch."""
+"""The native searches find the trees of those in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from drafter.ctc.head import CTCHead, FrameLattice, NativeSearch
 from drafter.ctc.lattice import best_lattice_trie
+from drafter.ctc.prefix_search import best_trie
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, KINDS, make_head
@@ -18,6 +19,11 @@ from tests.support.properties import examples
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
 KINDS_WITH_CONTEXT = sorted(kind for kind, (_, own) in KINDS.items() if own.get("label_context"))
+KINDS_WITHOUT = sorted(
+    kind
+    for kind, (algorithm, own) in KINDS.items()
+    if algorithm == "ctc" and not own.get("label_context") and own.get("loss") != "ce"
+)
 
 
 def sharp_head(base: BaseModel, kind: str, seed: int) -> CTCHead:
@@ -66,9 +72,36 @@ def test_the_same_trees(
                 assert known[prefix] - DEPTH * (config.band - 1) * least - 1e-5 <= prob <= known[prefix] + 1e-5
 
 
+@examples(40)
+@given(
+    kind=st.sampled_from(KINDS_WITHOUT),
+    seed=st.integers(0, 1000),
+    rows=st.integers(1, 3),
+    size=st.integers(2, 120),
+    beam=st.sampled_from([1, 3, None, None]),
+    blank=st.sampled_from([-8.0, -0.5, 3.0]),
+    sharp=st.sampled_from([0.1, 4.0, 12.0]),
+)
 @torch.no_grad()
-def test_what_is_less_probable_than_asked_for_is_not_extended(tiny_base: BaseModel) -> None:
-    head = sharp_head(tiny_base, "context 1", 0)
+def test_the_same_tries_of_prefixes(
+    tiny_base: BaseModel, kind: str, seed: int, rows: int, size: int, beam: int | None, blank: float, sharp: float
+) -> None:
+    head = sharp_head(tiny_base, kind, seed)
+    head.norm.weight.mul_(sharp / 4)
+    head.blank.bias.fill_(blank)
+    config = head.config
+    states = torch.randn(rows, config.num_frames, tiny_base.hidden_size)
+    pending = torch.randint(tiny_base.vocab_size, (rows, 1))
+    found = NativeSearch(head, tiny_base, beam)(states, pending, size, 0.0)
+    check_slice_contract(found)
+    log_probs = head.log_probs(states, head.output(tiny_base).lm_head)
+    check_same_trees(found, best_trie(log_probs, pending[:, 0], config.depth, size, beam=beam), DEPTH)
+
+
+@pytest.mark.parametrize("kind", ["context 1", "ctc"])
+@torch.no_grad()
+def test_what_is_less_probable_than_asked_for_is_not_extended(tiny_base: BaseModel, kind: str) -> None:
+    head = sharp_head(tiny_base, kind, 0)
     states, recent = torch.randn(4, head.config.num_frames, tiny_base.hidden_size), torch.tensor([[3], [4], [5], [6]])
     tree = NativeSearch(head, tiny_base, 10)(states, recent, 60, 0.05)
     exists = tree.tokens >= 0
@@ -77,12 +110,13 @@ def test_what_is_less_probable_than_asked_for_is_not_extended(tiny_base: BaseMod
     assert int(exists.sum()) < exists.numel()
 
 
+@pytest.mark.parametrize("kind", ["context 2", "ctc"])
 @torch.no_grad()
-def test_the_same_trees_whatever_else_is_searched(tiny_base: BaseModel) -> None:
-    head = sharp_head(tiny_base, "context 2", 1)
+def test_the_same_trees_whatever_else_is_searched(tiny_base: BaseModel, kind: str) -> None:
+    head = sharp_head(tiny_base, kind, 1)
     search = NativeSearch(head, tiny_base, 10)
     states = torch.randn(7, head.config.num_frames, tiny_base.hidden_size)
-    recent = torch.randint(tiny_base.vocab_size, (7, 2))
+    recent = torch.randint(tiny_base.vocab_size, (7, head.recent_tokens))
     together = search(states, recent, 12, 0.05)
     for row in range(7):
         alone = search(states[row : row + 1], recent[row : row + 1], 12, 0.05)
@@ -90,12 +124,13 @@ def test_the_same_trees_whatever_else_is_searched(tiny_base: BaseModel) -> None:
             assert torch.equal(value[0], getattr(together, name)[row]), name
 
 
+@pytest.mark.parametrize("kind", ["context 2", "ctc"])
 @torch.no_grad()
-def test_a_row_that_is_not_finite_drafts_nothing_and_harms_no_other(tiny_base: BaseModel) -> None:
-    head = sharp_head(tiny_base, "context 2", 2)
+def test_a_row_that_is_not_finite_drafts_nothing_and_harms_no_other(tiny_base: BaseModel, kind: str) -> None:
+    head = sharp_head(tiny_base, kind, 2)
     search = NativeSearch(head, tiny_base, 10)
     states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
-    recent = torch.randint(tiny_base.vocab_size, (3, 2))
+    recent = torch.randint(tiny_base.vocab_size, (3, head.recent_tokens))
     expected = search(states, recent, 12, 0.0)
     states[1] = torch.nan
     found = search(states, recent, 12, 0.0)
