@@ -102,7 +102,7 @@ class Witness:
 
     def __init__(self, head: nn.Module) -> None:
         self.checksum: Tensor | None = None
-        head.register_forward_pre_hook(self._note)
+        self.hook = head.register_forward_pre_hook(self._note)
 
     def _note(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         states = args[0][..., -1, :].contiguous()

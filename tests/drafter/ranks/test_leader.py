@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafter.drafters.contract import PlainDecoding
 from drafter.drafters.first_layers import FirstLayersDrafter
@@ -17,7 +17,7 @@ from drafter.engine.engine_thread import EngineThread
 from drafter.errors import EngineError
 from drafter.ranks.follower import Follower
 from drafter.ranks.leader import Leader, refuse_split_eyes
-from drafter.ranks.messages import FIRST_CACHE
+from drafter.ranks.messages import FIRST_CACHE, Witness
 from drafter.ranks.processes import Ranks
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import TargetCache
@@ -25,16 +25,27 @@ from drafter.target_model.model import BaseModel
 from tests.drafter.test_identity import MAKE
 from tests.support.identity import SITUATIONS, MakeDrafter, config_of, longest_of, requests_of, target_of
 from tests.support.marks import pairwise
-from tests.support.models import base_of, engine_of, finish, plainly, random_model, random_prompts, texts_of, tokens_of
+from tests.support.models import base_of, engine_of, finish, plainly, random_prompts, texts_of, tokens_of
 from tests.support.waiting import PATIENCE
 
 DRAFTERS: dict[str, MakeDrafter] = {**MAKE, "exit": lambda base, texts: FirstLayersDrafter(base, 2, 8)}
 
 
-@pytest.fixture
-def tiny_base() -> BaseModel:
-    """One for each test: what notes the input of a rank's LM head stays there."""
-    return BaseModel(random_model("llama"), native=False)
+@pytest.fixture(autouse=True)
+def _witnesses_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models are shared with other tests, so that none stays at their heads."""
+    made = []
+
+    class Listed(Witness):
+        def __init__(self, head: nn.Module) -> None:
+            super().__init__(head)
+            made.append(self)
+
+    for module in ("leader", "follower"):
+        monkeypatch.setattr(f"drafter.ranks.{module}.Witness", Listed)
+    yield
+    for witness in made:
+        witness.hook.remove()
 
 
 class Recorded:
