@@ -129,24 +129,3 @@ def test_what_workers_do_first_makes_them_import_ours(tmp_path: Path) -> None:
     worker += "import pipeline.io.listing; print(pipeline.io.listing.__file__)"
     done = subprocess.run([sys.executable, "-P", "-c", worker], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == f"{ROOT}/pipeline/io/listing.py\n", done.stderr
-
-
-@pytest.mark.slow
-def test_workers_import_our_packages_too(tmp_path: Path) -> None:
-    environment = users_folder(tmp_path, "jobs", "pipeline", "recipes")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "How many pens?"}\n')
-    settings = [
-        "--input",
-        "prompts.jsonl",
-        "--output",
-        "out",
-        "--sampling.max_new_tokens",
-        "4",
-        "--engine.max_num_seqs",
-        "1",
-    ]
-    command = [sys.executable, str(tmp_path / "bin" / "drafter"), "generate", *settings, "--drafter", "none"]
-    environment |= {"RAY_ADDRESS": "local"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "out" / "data").glob("*.parquet"))

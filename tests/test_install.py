@@ -22,7 +22,7 @@ def pip(*arguments: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", *map(str, arguments)], check=True)
 
 
-def test_a_wheel_generates_in_another_folder(tmp_path: Path) -> None:
+def test_a_wheel_generates_in_another_folder_beside_packages_of_our_names(tmp_path: Path) -> None:
     source, site, here = tmp_path / "source", tmp_path / "site", tmp_path / "here"
     ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
     for name in ("drafter", "pipeline", "jobs"):
@@ -39,6 +39,10 @@ def test_a_wheel_generates_in_another_folder(tmp_path: Path) -> None:
     program = "import drafter, pipeline, jobs; print(*(one.__path__[0] for one in (drafter, pipeline, jobs)))"
     told = subprocess.run([sys.executable, "-c", program], cwd=here, env=environment, capture_output=True, text=True)
     assert told.stdout.split() == [str(site / name) for name in ("drafter", "pipeline", "jobs")]
+    for name in ("jobs", "pipeline", "recipes"):  # which neither the command nor Ray's workers import
+        (here / name).mkdir()
+        (here / name / "__init__.py").write_text("raise ImportError('this is the user's own')\n")
+    environment["RAY_ADDRESS"] = "local"
     job = "generate --input prompts.jsonl --output out --engine.num_draft_tokens 3 --sampling.max_new_tokens 8"
     done = subprocess.run(
         [site / "bin" / "drafter", *job.split()], cwd=here, env=environment, capture_output=True, text=True

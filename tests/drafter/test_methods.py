@@ -89,11 +89,11 @@ def test_a_method_can_be_deleted(first: bool, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("method", ["cacheback", "ngram"])  # one that `auto` has here, and one that it has on a GPU
-def test_a_job_runs_without_a_method(method: str, tmp_path: Path) -> None:
+def test_a_job_runs_without_a_method(tmp_path: Path) -> None:
+    """Without one that `auto` has here."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(tmp_path / "drafter" / "methods" / method)
+    shutil.rmtree(tmp_path / "drafter" / "methods" / "cacheback")
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Tom has 3 boxes", "id": "a"}))
     command = [sys.executable, "-m", "jobs.generate", "--input=in.jsonl", "--output=out", "--sampling.max_new_tokens=8"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -43,7 +43,7 @@ class TextSearch {
     }
 
   private:
-    // A prefix that is extended: its node, its last token's place among those that are left, and where its masses begin.
+    // A prefix that is extended: its node, and its last token's place among those that are left.
     struct Prefix {
         int node, last;
         float prob;
@@ -67,7 +67,7 @@ class TextSearch {
                 sum += emits_[j] * some;
                 first += waits_[j] * some;
             }
-            store(sums_.data() + token, sum);
+            store(sums_.data() + token, sum > first ? sum : first);  // whatever rounding did
             if (static_cast<int64_t>(best_.size()) == keep && !(largest_lane(first) > best_.back().prob)) continue;
             for (int lane = 0; lane < kLanes; ++lane) offer({first[lane], static_cast<int>(token) + lane, -1, 1, 0}, keep);
         }
@@ -77,7 +77,7 @@ class TextSearch {
                 sum += emits_[j] * shares[j][token];
                 first += waits_[j] * shares[j][token];
             }
-            sums_[token] = sum;
+            sums_[token] = std::max(sum, first);
             offer({first, static_cast<int>(token), -1, 1, 0}, keep);
         }
         for (const Candidate& one : best_) trie_.add(one);

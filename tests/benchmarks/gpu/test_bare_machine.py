@@ -15,6 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks.gpu.__main__ import KITS
+from benchmarks.gpu.cells import CellFile, Plan
+from benchmarks.gpu.page import PAGE_FILE, STAGES
+from drafter.embedded import EMBEDDED_BASE
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -88,3 +91,9 @@ def test_both_kits_run_with_torch_and_transformers_alone(python: Path, tmp_path:
             exact = [line for line in lines if line["cell"].get("dtype") == "float32" and "differing" in line["values"]]
             assert [line["values"]["differing"] for line in exact] == [0] * len(exact)
             assert exact or stage not in ("identity", "families")
+    page = (output / PAGE_FILE).read_text(encoding="utf-8")
+    assert "**no result**" not in page
+    for one in STAGES:
+        assert f"## {one.name.capitalize()}" in page
+        cells = [str(line["cell"]) for line in CellFile(output, one.name, {}).lines()]
+        assert sorted(cells) == sorted(map(str, one.cells(Plan(str(EMBEDDED_BASE), "ctc", tiny=True))))

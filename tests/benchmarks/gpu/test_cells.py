@@ -16,7 +16,6 @@ from benchmarks.gpu.__main__ import KITS, main, run
 from benchmarks.gpu.cells import CellFile, Key, Measure, Plan, Stage, Values
 from benchmarks.gpu.page import PAGE_FILE, STAGES, write_page
 from benchmarks.gpu.profile import kind_of
-from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
@@ -216,18 +215,6 @@ def test_a_stage_that_is_killed_goes_on(tmp_path: Path) -> None:
     assert subprocess.run(command, cwd=ROOT).returncode == 0
     found = [str(line["cell"]) for line in file.lines()]
     assert len(found) == len(set(found)) == len(next(one for one in STAGES if one.name == "operators").cells(PLAN))
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_all_stages_in_one_command(tmp_path: Path) -> None:
-    main(["--output", str(tmp_path), "--tiny"])
-    page = (tmp_path / PAGE_FILE).read_text(encoding="utf-8")
-    assert "**no result**" not in page
-    for one in STAGES:
-        assert f"## {one.name.capitalize()}" in page
-        cells = [line["cell"] for line in CellFile(tmp_path, one.name, {}).lines()]
-        assert cells == one.cells(Plan(str(EMBEDDED_BASE), "ctc", tiny=True))
 
 
 def test_results_say_what_was_wrong(tmp_path: Path) -> None:

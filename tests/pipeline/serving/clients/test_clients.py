@@ -52,10 +52,10 @@ def environment(name: str) -> Path:
     return python
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["shown", "told"])
-def calling(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a model that calls tools, which its template shows, or a message."""
-    folder = with_tools(model, tmp_path_factory.mktemp("calling"), tokens=True, shown=request.param)
+@pytest.fixture(scope="module")
+def calling(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a model that calls tools, which its template shows."""
+    folder = with_tools(model, tmp_path_factory.mktemp("calling"), tokens=True, shown=True)
     with (
         SpeculativeLM.from_pretrained(folder, "ngram", config=EngineConfig(max_num_seqs=4, num_draft_tokens=8)) as lm,
         served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address,
