@@ -46,7 +46,7 @@ def run(model: str, head: str, slots: Sequence[int], turns: int, kept: int | Non
     base, tokenizer = load_base(model), load_tokenizer(model)
 
     def engine(rows: int, drafter: str, longest: int | None = None) -> Engine:
-        more = {"kept_rows": kept} if "kept_rows" in {one.name for one in fields(EngineConfig)} else {}
+        more: dict[str, Any] = {"kept_rows": kept} if "kept_rows" in {one.name for one in fields(EngineConfig)} else {}
         config = EngineConfig(rows, longest, num_draft_tokens=_NODES, max_queue=1024, **more)
         return Engine(base, load_drafter(drafter, base, _NODES), tokenizer, config)
 

@@ -3,9 +3,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from studies.come_and_go import main
 from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_later_turn_is_read_from_where_the_last_one_ended(tmp_path: Path) -> None:

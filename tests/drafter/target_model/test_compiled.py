@@ -52,9 +52,8 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("blocks", [False, True])
-def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
-    """Also where committed positions are read apart, as on a GPU, and where a cache in blocks keeps them from it."""
+def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where committed positions are read apart, as on a GPU, and a cache in blocks keeps them from it."""
     torch._dynamo.reset()
     monkeypatch.setattr("drafter.target_model.model.prefix_attention_on", lambda device, dtype: masked_prefix_attention)
     monkeypatch.setattr("drafter.target_model.forward.torch.compile", partial(torch.compile, backend="aot_eager"))
@@ -63,7 +62,7 @@ def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyP
     base = BaseModel(model)
     assert base.allow_packing()
     assert base.reads_to_length
-    memory = 2 * base.new_cache(1, 96).nbytes / 2**30 if blocks else None
+    memory = 2 * base.new_cache(1, 96).nbytes / 2**30
     engine = engine_of(
         base, AdversarialDrafter(0, nodes=8), max_num_seqs=3, max_model_len=64, compile=True, kv_gib=memory
     )

@@ -42,7 +42,7 @@ def states_after(mixer: Mixer, text: Tensor) -> States:
     return {(kind, 0): states[0].clone() for kind, states in kinds.items() if states[0] is not None}
 
 
-@pytest.mark.parametrize("trees", slow_but([ROWS], [ROWS, 1000]))
+@pytest.mark.parametrize("trees", slow_but([ROWS], [ROWS, 300]))
 @pytest.mark.parametrize("family", KINDS)
 @torch.inference_mode()
 def test_a_nodes_output_is_that_of_its_path_alone(family: str, trees: int) -> None:

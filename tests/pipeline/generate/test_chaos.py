@@ -20,7 +20,6 @@ from drafter.embedded import EMBEDDED_BASE
 from pipeline.io.files import locate
 from tests.pipeline.conftest import Driver, Outcome, Run, read_rows, write_jsonl
 from tests.support.faults import DeadlyFiles, FragileEngine, kill_me
-from tests.support.prepared_workers import driver_with_a_cluster
 from tests.support.waiting import PATIENCE, wait_until
 
 PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in range(40)]
@@ -195,16 +194,3 @@ def test_drivers_killed_and_stopped(
 def committed(out: Path) -> int:
     """Parts in the output."""
     return len(list((out / "data").glob("*.parquet")))
-
-
-@pytest.mark.slow
-def test_lost_nodes(plain: SpeculativeLM, model: Path, tmp_path: Path) -> None:
-    """One of two nodes is lost, then the other; then there is a new one."""
-    prompts = PROMPTS * 10
-    source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
-    losses = tmp_path / "losses"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with driver_with_a_cluster("-m", "tests.support.node_loss", source, out, model, losses, **pipes) as job:
-        printed, told = job.communicate(timeout=PATIENCE)
-    assert losses.read_text().splitlines() == ["lost, True"] * 2  # while it ran
-    assert_whole(Outcome(job.returncode, printed, told, out), plain, prompts)

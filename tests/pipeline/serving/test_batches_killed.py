@@ -16,7 +16,7 @@ from tests.pipeline.serving.test_batches import begin, chat, client, ended, line
 from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.slow
-LINES = 400
+LINES = 200
 
 
 def completed(endpoint: Endpoint, batch: str) -> int:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from drafter.embedded import EMBEDDED_DIGITS
-from drafter.heads.checkpoint import load_head
-from drafter.target_model.loading import load_base
-from recipes.digits import head, training
+from recipes.digits import training
 from recipes.digits.__main__ import main
 from recipes.digits.measuring import answers
 from recipes.digits.questions import read_digits
 from recipes.digits.sheets import draw_sheet, glyphs
 from recipes.digits.training import batch_of, conversations, patch_labels
-from tests.support.paths import ROOT
 
 
 def test_the_model_that_ships_reads_digits_that_it_has_not_seen() -> None:
@@ -77,30 +70,3 @@ def test_a_training_goes_on_at_its_last_checkpoint(tmp_path: Path) -> None:
     assert report["steps"] == 3
     assert set(report["right"]["strips_of_held_out_digits"]) == {"read", "add", "largest", "where", "count"}
     assert AutoModelForImageTextToText.from_pretrained(tmp_path).dtype == torch.bfloat16
-
-
-_SHORT = """
-import sys
-from pathlib import Path
-from recipes.digits import head
-
-head._TEXTS, head._HELD_OUT, head.CONFIG = 8, 4, Path(sys.argv[1])
-sys.exit(head.main(sys.argv[2:]))
-"""
-
-
-@pytest.mark.slow
-def test_a_head_learns_from_answers_about_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, output = tmp_path / "head.yaml", tmp_path / "out"
-    short = yaml.safe_load(head.CONFIG.read_text(encoding="utf-8"))
-    short["training"] |= {"steps": 2, "texts_per_step": 4, "evaluate_every": 2}
-    config.write_text(yaml.safe_dump(short), encoding="utf-8")
-    command = [sys.executable, "-c", _SHORT, str(config), "--output", str(output)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "RAY_ADDRESS": "local"}, check=True)
-    monkeypatch.setattr(head, "OTHER_HEADS", tmp_path)
-    assert head.main(["--output", str(output), "--ship"]) == 0
-    shipped = load_head(tmp_path / head.NAME, load_base(EMBEDDED_DIGITS, dtype="float32"))
-    assert shipped.config.depth == 10
-    assert shipped.provenance is not None
-    counts = shipped.provenance.training["data"]
-    assert (counts["texts"], counts["with_images"], counts["held_out"]) == (8, 8, 4)
