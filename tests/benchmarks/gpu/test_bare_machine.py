@@ -93,7 +93,10 @@ def test_both_kits_run_with_torch_and_transformers_alone(python: Path, tmp_path:
             assert exact or stage not in ("identity", "families")
     page = (output / PAGE_FILE).read_text(encoding="utf-8")
     assert "**no result**" not in page
+    asked = {name.partition(":")[0] for stages in KITS.values() for name in stages}
     for one in STAGES:
+        if one.name not in asked:
+            continue
         assert f"## {one.name.capitalize()}" in page
         cells = [str(line["cell"]) for line in CellFile(output, one.name, {}).lines()]
         assert sorted(cells) == sorted(map(str, one.cells(Plan(str(EMBEDDED_BASE), "ctc", tiny=True))))
