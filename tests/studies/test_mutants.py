@@ -10,11 +10,13 @@ from studies.mutants.faults import Fault, Verdict, faulty, read_faults, verdicts
 from tests.support.paths import ROOT
 
 
-def test_each_fault_is_in_the_tree_once_and_leaves_code_that_runs() -> None:
+def test_each_fault_is_in_the_tree_once_and_leaves_code_that_is_read() -> None:
     faults = read_faults()
     assert len({fault.name for fault in faults}) == len(faults) >= 80
     for fault in faults:
-        ast.parse(faulty((ROOT / fault.file).read_text(encoding="utf-8"), fault))
+        text = faulty((ROOT / fault.file).read_text(encoding="utf-8"), fault)
+        if fault.file.endswith(".py"):
+            ast.parse(text)
         assert fault.tests
         assert all((ROOT / test).is_file() for test in fault.tests), fault.name
 
