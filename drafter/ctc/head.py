@@ -202,16 +202,15 @@ class CTCHead(FrameHead):
         if tree == "static":
             return static_tree(log_probs, pending, config.depth, size, blank=blank)
         if blank:
-            return best_trie(log_probs, pending, config.depth, size, _CANDIDATES, 1 if tree == "chain" else None)
+            return best_trie(log_probs, pending, config.depth, size, _CANDIDATES, _prefix_beam(tree))
         return (likeliest_chain if tree == "chain" else best_product_trie)(log_probs, pending, size)
 
     def prepared_search(self, base: Target, tree: Tree) -> Search:
         lattice = bool(self.config.label_context)
         searched = lattice or (tree != "static" and self.config.loss != "ce")
-        beam = 1 if tree == "chain" else LATTICE_BEAM if lattice else None
         if searched and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
-                return NativeSearch(self, base, beam)
+                return NativeSearch(self, base, _beam(tree) if lattice else _prefix_beam(tree))
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
         search = super().prepared_search(base, tree)
@@ -250,6 +249,11 @@ class CTCHead(FrameHead):
 def _beam(tree: Tree) -> int:
     """Return how many prefixes of each depth a lattice search keeps: one makes a chain."""
     return 1 if tree == "chain" else LATTICE_BEAM
+
+
+def _prefix_beam(tree: Tree) -> int | None:
+    """Return the same of a prefix search, which is exact without a limit."""
+    return 1 if tree == "chain" else None
 
 
 class FrameLattice:

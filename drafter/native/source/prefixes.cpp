@@ -108,13 +108,13 @@ class TextSearch {
     void begin(const Question* blanks, float limit) {
         prefixes_.clear();
         masses_.clear();
+        float wait = 1.0f;
+        arrivals_.assign(1, wait);
+        for (int64_t j = 0; j + 1 < frames_; ++j) arrivals_.push_back(wait *= blanks[j].blank);
         for (int node = 0; node < trie_.count(); ++node) {
             if (!(trie_[node].prob > limit)) continue;
             const auto place = std::lower_bound(tokens_.begin(), tokens_.end(), trie_[node].token);
             prefixes_.push_back({node, static_cast<int>(place - tokens_.begin()), trie_[node].prob});
-            float wait = 1.0f;
-            arrivals_.assign(1, wait);
-            for (int64_t j = 0; j + 1 < frames_; ++j) arrivals_.push_back(wait *= blanks[j].blank);
             follow(blanks, prefixes_.back().last, masses_);
         }
     }
