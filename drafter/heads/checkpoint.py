@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -144,6 +145,26 @@ def load_head(name_or_path: str | Path, base: Target) -> DraftHead:
         except ValueError as error:
             raise LoadError(f"draft head {name!r}: {error}") from error
     return head
+
+
+def head_to_train(name_or_path: str | Path, base: Target) -> DraftHead:
+    """Load a draft head to train it further, in float32; raise what `load_head` does."""
+    head = load_head(name_or_path, base).float().train().requires_grad_(True)
+    if head.vocabulary is not None:
+        head.vocabulary.borrow(base)  # its rows stay in the target model's dtype
+    return head
+
+
+def saved_shape(name_or_path: str | Path) -> tuple[str, dict[str, Any], str]:
+    """Return algorithm and configuration of a saved head, and a digest of its weights.
+
+    Raises `LoadError` if the folder or hub id does not exist or is not of this format.
+    """
+    name = str(name_or_path)
+    config_file, weights_file = _find_files(name)
+    config = _read_config(name, config_file)
+    with weights_file.open("rb") as weights:
+        return config.algorithm, config.head, hashlib.file_digest(weights, "sha256").hexdigest()[:16]
 
 
 def is_head_of(name_or_path: str | Path, base: Target) -> bool:

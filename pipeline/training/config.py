@@ -96,6 +96,7 @@ class TrainConfig:
         head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`. With `draft_vocab_size: 8192` it
             drafts only the 8,192 most frequent tokens of the answers, which is much cheaper if the target model's
             vocabulary is large.
+        start: A trained head to go on from, its folder or hub id. It says what `algorithm` and `head` would.
         texts: Which texts the head learns from.
         training: How the head is trained.
         sharding: How a step is divided among workers.
@@ -111,6 +112,7 @@ class TrainConfig:
     trust_remote_code: bool = False
     algorithm: str = "ctc"
     head: dict[str, Any] = field(default_factory=dict)
+    start: str | None = None
     texts: TextsConfig = field(default_factory=TextsConfig)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -124,6 +126,8 @@ class TrainConfig:
             raise InputError("input is empty")
         if not self.output.strip():
             raise InputError("output is empty")
+        if self.start is not None and self.head:
+            raise InputError("start names a trained head, which has its own configuration: leave head out")
         at_least("log_every", self.log_every, 1)
         at_least("checkpoint_every", self.checkpoint_every, 1)
         shares = self.workers.most * self.sharding.micro_batches
@@ -149,6 +153,7 @@ _COMMON = (
     "model",
     "algorithm",
     "head",
+    "start",
     "training.steps",
     "training.learning_rate",
     "training.warmup_steps",

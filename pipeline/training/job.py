@@ -14,7 +14,7 @@ from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig,
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from drafter.errors import LoadError, one_line
-from drafter.heads.checkpoint import HEADS, exportable
+from drafter.heads.checkpoint import HEADS, exportable, saved_shape
 from drafter.heads.config import head_config
 from drafter.heads.published import TargetOfExport, base_embeddings
 from drafter.target_model.loading import load_config
@@ -115,12 +115,14 @@ def _sizes(config: Any) -> tuple[int, int, int]:
 
 def meaning(config: TrainConfig, texts: Texts, model: str) -> dict[str, Any]:
     """Return all that determines the head; `model` is the target model's fingerprint."""
+    head: dict[str, Any] = {"algorithm": config.algorithm, "head": config.head}
+    if config.start is not None:
+        head = {"start": _saved_shape(config.start)[2]}
     return {
         "input": [one.meaning for one in texts.data],
         "held_out": texts.held_out.meaning if texts.held_out else None,
         "model": model,
-        "algorithm": config.algorithm,
-        "head": config.head,
+        **head,
         "texts": {"held_out_texts": config.texts.held_out_texts, "max_length": config.texts.max_length},
         "training": asdict(config.training),
         "micro_batches": config.sharding.micro_batches,
@@ -132,23 +134,33 @@ def check_head(config: TrainConfig, model: str) -> Any:
 
     Raises `InputError` if there is no such model, algorithm or setting, or a value is not allowed.
     """
-    if config.algorithm not in HEADS:
-        raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {config.algorithm!r}")
+    algorithm, chosen = config.algorithm, config.head
+    if config.start is not None:
+        algorithm, chosen, _ = _saved_shape(config.start)
+    if algorithm not in HEADS:
+        raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {algorithm!r}")
     try:
         base = load_config(model, trust_remote_code=config.trust_remote_code)
     except LoadError as error:
         raise InputError(str(error)) from error
     text = base.get_text_config(decoder=True)
     sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
-    head_class = HEADS[config.algorithm]
-    fields = {**head_class.defaults(text.num_hidden_layers), **config.head, **sizes}
+    head_class = HEADS[algorithm]
+    fields = {**head_class.defaults(text.num_hidden_layers), **chosen, **sizes}
     try:
-        head_config(config.algorithm, head_class.config_class, fields)
+        head_config(algorithm, head_class.config_class, fields)
         if config.export is not None:
-            exportable(config.algorithm, fields)
+            exportable(algorithm, fields)
     except LoadError as error:
         raise InputError(f"head: {error}") from error
     return base
+
+
+def _saved_shape(start: str) -> tuple[str, dict[str, Any], str]:
+    try:
+        return saved_shape(start)
+    except LoadError as error:
+        raise InputError(f"start: {error}") from error
 
 
 def finished(folder: TrainingFolder) -> bool:

@@ -27,7 +27,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.summary import scalar
 
 from drafter.errors import LoadError, TrainingError, one_line
-from drafter.heads.checkpoint import new_head
+from drafter.heads.checkpoint import head_to_train, new_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.images.loading import Eyes
 from drafter.images.processor import ImageProcessor
@@ -232,8 +232,11 @@ def run(task: WorkerTask) -> None:
     if rank == 0 and saved is not None:
         show(f"going on after step {saved.steps} of {settings.steps}, whose checkpoint is the newest")
     torch.manual_seed(settings.seed)
-    counts = task.staged.token_counts() if config.draft_vocab_size else None
-    head = new_head(config.algorithm, base, config.head, counts)
+    if config.start is not None:
+        head = head_to_train(config.start, base)
+    else:
+        counts = task.staged.token_counts() if config.draft_vocab_size else None
+        head = new_head(config.algorithm, base, config.head, counts)
     reader = TextReader(base, processor, settings, training_layers(head, settings))
     if config.texts.store_hidden:
         store_hidden(reader, task.staged, settings, rank, workers, show)
@@ -253,6 +256,9 @@ def run(task: WorkerTask) -> None:
         with torch.autocast(device.type, base.dtype, enabled=base.dtype != torch.float32):
             return optimiser.run(lambda: simulated_beta(head, base, held_out))
 
+    if config.start is not None:
+        assert head.provenance is not None
+        task = replace(task, provenance={**task.provenance, "start": dict(head.provenance.training)})
     feed = BatchFeed(task.staged, config, reader, head.config.depth, device, rank, workers)
     recorder = RunRecorder(task, head, base, saved.records if saved else []) if rank == 0 else None
     sign = StopSign(task.board, rank, workers, device)

@@ -21,14 +21,17 @@ import pyarrow.parquet
 import yaml
 
 from drafter.text.tokenizers import load_tokenizer
+from recipes.smollm2.kinds import prompts as prompts_of_kinds
 from recipes.smollm2.magpie import choose, opening
 
 HERE = Path(__file__).parent
 DATA = Path(__file__).resolve().parents[2] / "data"
-OPENINGS = 1_000
+OPENINGS = 400
 """Questions that the model writes in a round, of which some are of use."""
-PROBLEMS = 375
+PROBLEMS = 500
 """Questions of GSM8K's training split in a round."""
+KINDS = 500
+"""Prompts of the kinds of `kinds.py` in a round."""
 LAST_PROBLEM = 7_200
 """The training split's rows from here on are kept back, as in `recipes/embedded/gsm8k.py`."""
 SAMPLED = 0.7
@@ -77,12 +80,13 @@ def write_openings(one: Round, model: Path) -> None:
 
 
 def write_prompts(one: Round) -> None:
-    """Choose a round's prompts from the questions that the model wrote and from GSM8K's training split."""
+    """Choose a round's prompts: the questions that the model wrote, GSM8K's training split, and other kinds."""
     known = [row["prompt"] for number in range(1, one.number) for row in _read(Round(number, one.folder).prompts)]
     questions = choose(generated(one.questions), known + measured_questions())
     problems = [row["question"] for row in _read(DATA / "gsm8k" / "train.jsonl.gz")][:LAST_PROBLEM]
+    texts = prompts_of_kinds(KINDS, problems, seed=one.number)
     problems = problems[(one.number - 1) * PROBLEMS : one.number * PROBLEMS]
-    sources = [("magpie", text) for text in questions] + [("gsm8k", text) for text in problems]
+    sources = [("magpie", text) for text in questions] + [("gsm8k", text) for text in problems] + texts
     _write(one.prompts, prompt_rows(sources))
 
 

@@ -43,6 +43,7 @@ GOOD = "--input a --output b"
         (f"{GOOD} --workers.number [3,1]", "the fewest and the most workers"),
         (f"{GOOD} --workers.number [1,4] --training.texts_per_step 7 --sharding.micro_batches 2", "at least 8"),
         (f"{GOOD} --texts.held_out_texts 0", "texts.held_out_texts must be at least 1"),
+        (f'{GOOD} --start x --head {{"depth":3}}', "start names a trained head, .*: leave head out"),
         (f"{GOOD} --checkpoint_every 0", "checkpoint_every must be at least 1"),
     ],
 )
@@ -126,6 +127,7 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
         (lambda folder: None, {"algorithm": "eagle"}, "algorithm must be one of ctc"),
         (lambda folder: None, {"head__wings": 2}, "'wings'"),
         (lambda folder: None, {"head__depth": "deep"}, "'depth' cannot be 'deep'"),
+        (lambda folder: None, {"head": "{}", "start": "/nowhere"}, "start: no draft head at '/nowhere'"),
         (lambda folder: None, {"model": "nowhere/to/be/found"}, "is not a folder with a model"),
         # These are found on the cluster.
         (rewrite_rows(lambda table: with_tokens(table, [5, 100_000])), {}, "has token 100000, and the vocabulary ends"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import replace
@@ -147,6 +148,32 @@ def test_a_head_of_several_hidden_layers_learns_the_same_anywhere_and_is_exporte
     refused = train(output=tmp_path / "no", algorithm="ctc", export="speculators")
     assert refused.code == 2
     assert "heads of algorithm 'ctc' have no layout that others read; eagle3, medusa have" in refused.error
+
+
+@pytest.mark.slow
+def test_a_trained_head_goes_on_from_where_it_was(
+    train: Train, unbroken: Training, model: Path, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(unbroken.folder / "head", start)
+    settings = {"start": start, "head": "{}", "training__steps": 4, "training__evaluate_every": 4}
+    more = train(**settings)
+    assert more.code == 0, more.stderr
+    assert more.losses[1] < unbroken.losses[1]
+    before, after = (load_head(folder, load_base(model, device="cpu")) for folder in (start, more.folder / "head"))
+    assert before.provenance is not None
+    assert after.provenance is not None
+    assert after.config == before.config
+    assert after.provenance.training["start"] == before.provenance.training
+    assert before.vocabulary is not None
+    assert after.vocabulary is not None
+    assert torch.equal(after.vocabulary.tokens, before.vocabulary.tokens)
+    assert train(output=more.folder, **settings).code == 0  # it is finished
+    # Another head to start from is another job.
+    shutil.copy(more.folder / "head" / "model.safetensors", start)
+    refused = train(output=more.folder, **settings)
+    assert refused.code == 2
+    assert "start was" in refused.error
 
 
 def wait_for_step(job: subprocess.Popen[str], output: Path, step: int) -> None:
