@@ -38,11 +38,13 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.heads import answers
 from drafter.ctc.head import CTCHead, FrameLattice
+from drafter.drafters.target import Target
 from drafter.embedded import OTHER_HEADS
 from drafter.evaluation.environment import machine, surroundings
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
+from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
 from drafter.heads.frame_head import last_tokens
 from drafter.heads.losses import DraftBatch, hard_labels
@@ -86,11 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--head", type=Path, default=OTHER_HEADS / "smollm2-135m-instruct", help="(default: %(default)s)"
     )
     parser.add_argument("--texts", type=Path, required=True, help="output of `drafter distill`")
-    parser.add_argument("--most-texts", type=int, default=800, help="(default: %(default)s)")
+    parser.add_argument("--most-texts", type=int, default=400, help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {RECORD_FILE} and {TABLE_FILE}")
     parser.add_argument("--work", type=Path, default=Path("build/head-arms"), help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
-    parser.add_argument("--questions", type=int, default=24, help="held-out ones of each kind (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=120, help="(default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=8, help="held-out ones of each kind (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(default: all)")
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -101,10 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     base = load_base(args.model)
     settings = TrainingSettings(
-        steps=args.steps, texts_per_step=16, learning_rate=5e-4, warmup_steps=20, teacher=4, precision="bf16"
+        steps=args.steps, texts_per_step=8, learning_rate=5e-4, warmup_steps=20, teacher=4, precision="bf16"
     )
-    held_out = _held_out(base, args.model, args.questions)
     inner = (base.num_layers // 3 - 1, 2 * base.num_layers // 3 - 1)
+    held_out = {
+        kind: with_hidden_states(base, asked, args.work, (LM_HEAD_INPUT, *inner))
+        for kind, asked in _held_out(base, args.model, args.questions).items()
+    }
     texts = sorted(_read_texts(args.texts)[: args.most_texts], key=lambda text: len(text.tokens))
     texts = with_hidden_states(base, texts, args.work, (LM_HEAD_INPUT, *inner))
     found: list[dict[str, Any]] = []
@@ -138,7 +143,7 @@ def _read_texts(folder: Path) -> list[RegeneratedText]:
 
 def _held_out(base: BaseModel, model: str, count: int) -> dict[str, list[RegeneratedText]]:
     tokenizer = load_tokenizer(model)
-    return {kind: answers(base, tokenizer, count, 96, file) for kind, file in HELD_OUT.items()}
+    return {kind: answers(base, tokenizer, count, 64, file) for kind, file in HELD_OUT.items()}
 
 
 def _betas(head: DraftHead, base: BaseModel, texts: Sequence[RegeneratedText]) -> dict[str, float]:
@@ -262,6 +267,9 @@ class PairHead(CTCHead):
         self.left, self.right = nn.Embedding(base.vocab_size, RANK), nn.Embedding(size, RANK)
         nn.init.normal_(self.right.weight, std=RANK**-0.5)
         nn.init.zeros_(self.left.weight)
+
+    def native_search(self, base: Target, tree: Tree) -> None:
+        """There is none: the native library does not know of pairs."""
 
     def again(self, logits: Tensor, before: Tensor) -> Tensor:
         """Return logits `[M, F, V]` after labels `before` `[M]`, with those of each frame's candidates scored again."""

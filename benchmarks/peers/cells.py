@@ -23,6 +23,7 @@ class Cell:
         same: Those of the reference's tokens that this one has at the same place, too.
         reference: Number of the reference's tokens.
         peak_bytes: Most memory that the process had resident meanwhile.
+        steps: Steps that gave the tokens, over all prompts; None if the contender does not tell.
     """
 
     contender: str
@@ -34,6 +35,7 @@ class Cell:
     same: int
     reference: int
     peak_bytes: int
+    steps: int | None = None
 
     @property
     def rate(self) -> float:
@@ -66,6 +68,7 @@ class Standing:
         to_best: The same to the fastest peer.
         same: Share of the reference's tokens that it has, too.
         peak_bytes: Most resident memory of all rounds.
+        per_step: Its tokens in a step of a row, the acceptance length; None if it does not tell.
     """
 
     rate: float
@@ -73,6 +76,7 @@ class Standing:
     to_best: float | None
     same: float
     peak_bytes: int
+    per_step: float | None = None
 
 
 def without_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
@@ -113,6 +117,12 @@ def standings(cells: Sequence[Cell], about: Mapping[str, Contender]) -> dict[str
             relative(name, peers),
             sum(cell.same for cell in some) / max(1, sum(cell.reference for cell in some)),
             max(cell.peak_bytes for cell in some),
+            _per_step(some),
         )
         for name, some in by_name.items()
     }
+
+
+def _per_step(cells: Sequence[Cell]) -> float | None:
+    steps = [cell.steps for cell in cells if cell.steps]
+    return sum(cell.tokens for cell in cells) / sum(steps) if len(steps) == len(cells) else None

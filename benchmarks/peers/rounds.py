@@ -119,6 +119,7 @@ def cells_of(done: Mapping[str, Done], context: str, batch: int, turn: int, ends
             same_tokens(texts[name], reference),
             sum(map(len, reference)),
             one.peak_bytes,
+            one.steps,
         )
         for name, one in done.items()
     ]

@@ -31,7 +31,8 @@ def page(record: Mapping[str, Any], plot: str) -> str:
         "Prefills are part of the time. Each engine has the same weights, prompts as token ids and threads, and keeps "
         "nothing of a prompt from round to round. ÷ plain peer: relative to the fastest other engine that decodes "
         "plainly. ÷ best peer: to the fastest one, in any way. Same tokens: share of the tokens of this engine's plain "
-        "decoding. Memory: the most that was resident while it decoded, weights included.",
+        "decoding. Tokens a step: those of a row in a step, where the engine tells. Memory: the most that was "
+        "resident while it decoded, weights included.",
         f"![tokens per second]({plot})",
     ]
     for context, batch, some in settings(cells):
@@ -58,11 +59,13 @@ def settings(cells: Sequence[Cell]) -> Iterator[tuple[str, int, list[Cell]]]:
 def table(cells: Sequence[Cell], about: Mapping[str, Contender]) -> str:
     """Return the contenders of one context and batch size, in the order in which they were given."""
     found = standings(cells, about)
+    told = any(one.per_step is not None for one in found.values())
     return markdown_table(
         [
             {
                 "engine": name,
                 "tokens/s": f"{found[name].rate:.0f}",
+                **({"tokens a step": _ratio(found[name].per_step)} if told else {}),
                 "÷ plain peer": _ratio(found[name].to_plain),
                 "÷ best peer": _ratio(found[name].to_best),
                 "same tokens": f"{100 * found[name].same:.1f} %",
@@ -94,6 +97,7 @@ def plot(cells: Sequence[Cell], about: Mapping[str, Contender]) -> Figure:
     engines = list(dict.fromkeys(one.engine for one in about.values()))
     batches = sorted({cell.batch for cell in cells})
     from matplotlib.figure import Figure  # late: a machine that measures may have none
+    from matplotlib.ticker import ScalarFormatter
 
     figure = Figure(figsize=(4.5 * len(contexts) + 3, 4.5), layout="constrained")
     panels = figure.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
@@ -115,6 +119,8 @@ def plot(cells: Sequence[Cell], about: Mapping[str, Contender]) -> Figure:
         panel.set(title=f"{context} prompts", xlabel="batch", ylabel="tokens per second", yscale="log")
         panel.set_xscale("log", base=2)
         panel.set_xticks(batches, list(map(str, batches)))
+        panel.yaxis.set_major_formatter(ScalarFormatter())
+        panel.yaxis.set_minor_formatter(ScalarFormatter())
         panel.grid(alpha=0.3)
         panel.label_outer()
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)

@@ -205,7 +205,7 @@ class CTCHead(FrameHead):
             return best_trie(log_probs, pending, config.depth, size, _CANDIDATES, _prefix_beam(tree))
         return (likeliest_chain if tree == "chain" else best_product_trie)(log_probs, pending, size)
 
-    def prepared_search(self, base: Target, tree: Tree) -> Search:
+    def native_search(self, base: Target, tree: Tree) -> Search | None:
         lattice = bool(self.config.label_context)
         searched = lattice or (tree != "static" and self.config.loss != "ce")
         if searched and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
@@ -213,9 +213,14 @@ class CTCHead(FrameHead):
                 return NativeSearch(self, base, _beam(tree) if lattice else _prefix_beam(tree))
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
+        return None
+
+    def prepared_search(self, base: Target, tree: Tree) -> Search:
+        if (native := self.native_search(base, tree)) is not None:
+            return native
         search = super().prepared_search(base, tree)
         # On a CPU improbable paths are pruned, so the LM head is read for few and a factor does not pay.
-        if not (lattice and devices.is_asynchronous(base.device) and is_factored(self, base)):
+        if not (self.config.label_context and devices.is_asynchronous(base.device) and is_factored(self, base)):
             return search
         self._factor = label_factor(self, base)
         return partial(self._search_lattice, base=base, beam=_beam(tree), factor=self._factor)

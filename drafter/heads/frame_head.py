@@ -295,6 +295,10 @@ class FrameHead(DraftHead):
         pending token. Prefixes below `least` may be pruned; see `Ask`.
         """
 
+    def native_search(self, base: Target, tree: Tree) -> Search | None:
+        """Return the native library's search for the weights as they are, or None where it has none for this head."""
+        return None
+
     def prepared_search(self, base: Target, tree: Tree) -> Search:
         """Return `search` for frozen weights. A head may precompute here whatever depends on these alone."""
         for part in self.children():
@@ -313,6 +317,8 @@ class FrameHead(DraftHead):
         count = self.frames_for(size, tree)
         states = self.module(base.embed(tokens), hidden, anchors, count).flatten(0, 1)
         recent = last_tokens(tokens, anchors, self.recent_tokens).flatten(0, 1)
+        if (search := self.native_search(base, tree)) is not None:
+            return self.name_nodes(search(states, recent, size, 0.0))
         return self.name_nodes(self.search(states, recent, base, size, tree))
 
     def drafter(self, base: Target, nodes: int, tree: Tree = "exact") -> FrameDrafter:

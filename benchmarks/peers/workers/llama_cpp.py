@@ -9,7 +9,7 @@ from typing import Any
 import xllamacpp
 
 from benchmarks.peers.workers.llama_gguf import write_gguf
-from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
+from benchmarks.peers.workers.protocol import Decode, Decoded, Settings, Work, serve
 
 _CACHES = {"float32": xllamacpp.ggml_type.GGML_TYPE_F32, "bfloat16": xllamacpp.ggml_type.GGML_TYPE_BF16}
 
@@ -22,18 +22,20 @@ def load(settings: Settings) -> Decode:
         write_gguf(Path(settings.model), file, settings.dtype, settings.ends)
     server = xllamacpp.Server(_parameters(settings, file))
 
-    def complete(prompt: list[int], max_new_tokens: int) -> list[int]:
+    def complete(prompt: list[int], max_new_tokens: int) -> tuple[list[int], int]:
         asked = {"prompt": prompt, "n_predict": max_new_tokens, "temperature": 0.0, "samplers": ["temperature"]}
         # Nothing is kept of a prompt, because it comes again in the next round.
         told = {"return_tokens": True, "verbose": True, "cache_prompt": False}
         answer: dict[str, Any] = server.handle_completions(asked | told)
         if "__verbose" not in answer:
             raise RuntimeError(f"llama.cpp answers {answer}")
-        return list(answer["__verbose"]["tokens"])
+        told, times = answer["__verbose"], answer["__verbose"]["timings"]
+        return list(told["tokens"]), times["predicted_n"] - times.get("draft_n_accepted", 0)
 
-    def decode(work: Work) -> list[list[int]]:
+    def decode(work: Work) -> Decoded:
         with ThreadPoolExecutor(settings.batch) as clients:
-            return list(clients.map(lambda prompt: complete(prompt, work.max_new_tokens), work.prompts))
+            answers = list(clients.map(lambda prompt: complete(prompt, work.max_new_tokens), work.prompts))
+        return Decoded([tokens for tokens, _ in answers], sum(steps for _, steps in answers))
 
     return decode
 

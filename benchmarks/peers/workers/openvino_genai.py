@@ -12,7 +12,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
+from benchmarks.peers.workers.protocol import Decode, Decoded, Settings, Work, serve
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _LOOKED_UP, _LONGEST_MATCH = 5, 3
@@ -27,21 +27,23 @@ def load(settings: Settings) -> Decode:
     scheduling = _scheduling(settings.batch)
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(source), scheduling, "CPU", _properties(settings))
 
-    def decode(work: Work) -> list[list[int]]:
+    def decode(work: Work) -> Decoded:
         waiting = deque(enumerate(work.prompts))
         running: dict[int, Any] = {}
         texts: list[list[int]] = [[] for _ in work.prompts]
+        steps = 0
         # With the scheduling that is the default `max_num_seqs` limits nothing.
         while waiting or running:
             while waiting and len(running) < settings.batch:
                 place, prompt = waiting.popleft()
                 running[place] = pipeline.add_request(place, _tensor(prompt), _sampling(settings, work, place))
             pipeline.step()
+            steps += len(running)
             for place, handle in list(running.items()):
                 if handle.get_status() != openvino_genai.GenerationStatus.RUNNING:
                     (output,) = running.pop(place).read_all()
                     texts[place] = list(output.generated_ids)
-        return texts
+        return Decoded(texts, steps)
 
     return decode
 

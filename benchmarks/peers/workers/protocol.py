@@ -69,15 +69,25 @@ class Done:
         seconds: From the first prompt's start to the last text's end.
         tokens: New tokens of each prompt, in order.
         peak_bytes: Most memory that the process had resident meanwhile.
+        steps: As in `Decoded`.
     """
 
     seconds: float
     tokens: list[list[int]]
     peak_bytes: int
+    steps: int | None = None
 
 
-Decode = Callable[[Work], list[list[int]]]
-"""Decodes some work. Returns the new tokens of each prompt."""
+@dataclass(frozen=True)
+class Decoded:
+    """New tokens of each prompt, in order, and how many steps gave them, over all prompts; None if it is not told."""
+
+    tokens: list[list[int]]
+    steps: int | None = None
+
+
+Decode = Callable[[Work], Decoded]
+"""Decodes some work."""
 
 
 def serve(load: Callable[[Settings], Decode], packages: Sequence[str]) -> None:
@@ -103,8 +113,8 @@ def measured(decode: Decode, work: Work) -> Done:
     """Decode, and take time and memory."""
     _forget_peak()
     start = time.perf_counter()
-    tokens = decode(work)
-    return Done(time.perf_counter() - start, tokens, _peak_bytes())
+    decoded = decode(work)
+    return Done(time.perf_counter() - start, decoded.tokens, _peak_bytes(), decoded.steps)
 
 
 def _own_output() -> TextIO:

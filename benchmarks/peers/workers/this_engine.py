@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
+from benchmarks.peers.workers.protocol import Decode, Decoded, Settings, Work, serve
 from drafter.devices import in_passing_thread
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.engine.config import EngineConfig
@@ -26,7 +26,12 @@ def load(settings: Settings) -> Decode:
     drafter = load_drafter(settings.variant, base, useful_nodes(base.device), isolated=True)
     config = EngineConfig(settings.batch, settings.longest, kept_rows=0)
     engine = Engine(base, drafter, load_tokenizer(settings.model), config)
-    return lambda work: decode_all(engine, requests_of(work)).outputs
+
+    def decode(work: Work) -> Decoded:
+        run = decode_all(engine, requests_of(work))
+        return Decoded(run.outputs, sum(one.num_decode_steps for one in run.counts))
+
+    return decode
 
 
 def requests_of(work: Work) -> list[Request]:

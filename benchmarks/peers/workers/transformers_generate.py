@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.workers.protocol import Decode, Settings, serve
+from benchmarks.peers.workers.protocol import Decode, Decoded, Settings, serve
 from benchmarks.peers.workers.this_engine import requests_of
 from benchmarks.transformers_decoder import transformers_decoder
 
@@ -15,7 +15,7 @@ def load(settings: Settings) -> Decode:
     torch.set_num_threads(settings.threads)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype).eval()
     decode = transformers_decoder(model, settings.ends, settings.batch, settings.ends[0])
-    return lambda work: decode(requests_of(work)).outputs
+    return lambda work: Decoded(decode(requests_of(work)).outputs)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
+from benchmarks.peers.workers.protocol import Decode, Decoded, Settings, Work, serve
 
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _CACHE_GIBIBYTES = 2
@@ -33,12 +33,12 @@ def load(settings: Settings) -> Decode:
         speculative_config=None if settings.variant == "plain" else _DRAFTS,
     )
 
-    def decode(work: Work) -> list[list[int]]:
+    def decode(work: Work) -> Decoded:
         sampling: Any = vllm.SamplingParams(
             temperature=0.0, max_tokens=work.max_new_tokens, stop_token_ids=settings.ends, detokenize=False
         )
         prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
-        return [list(one.outputs[0].token_ids) for one in engine.generate(prompts, sampling, use_tqdm=False)]
+        return Decoded([list(one.outputs[0].token_ids) for one in engine.generate(prompts, sampling, use_tqdm=False)])
 
     return decode
 

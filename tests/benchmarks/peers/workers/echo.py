@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
+from benchmarks.peers.workers.protocol import Decode, Decoded, Settings, Work, serve
 
 
 def load(settings: Settings) -> Decode:
@@ -17,7 +17,7 @@ def load(settings: Settings) -> Decode:
     if settings.variant == "broken":
         raise RuntimeError("it is broken\nand here is why")
 
-    def decode(work: Work) -> list[list[int]]:
+    def decode(work: Work) -> Decoded:
         print("more chatter")
         if settings.variant == "fails":
             raise ValueError("no such prompt")
@@ -26,7 +26,7 @@ def load(settings: Settings) -> Decode:
             os._exit(3)
         if settings.variant == "hangs":
             time.sleep(600)
-        return [prompt[: work.max_new_tokens] for prompt in work.prompts]
+        return Decoded([prompt[: work.max_new_tokens] for prompt in work.prompts], 2 * len(work.prompts))
 
     return decode
 
