@@ -128,7 +128,21 @@ def load_head(name_or_path: str | Path, base: Target) -> DraftHead:
         LoadError: The head does not exist, its algorithm or configuration is unknown, its weights are damaged, missing,
             misshapen or pickled, or it belongs to another target model. The message names the head and what to do.
     """
-    name = str(name_or_path)
+    head = _read_head(str(name_or_path), base)
+    head.to(base.device, base.dtype).eval().requires_grad_(False)
+    _borrow(str(name_or_path), head, base)
+    return head
+
+
+def head_to_train(name_or_path: str | Path, base: Target) -> DraftHead:
+    """Load a draft head to train it further, in float32; raise what `load_head` does."""
+    head = _read_head(str(name_or_path), base)
+    head.to(base.device)
+    _borrow(str(name_or_path), head, base)
+    return head
+
+
+def _read_head(name: str, base: Target) -> DraftHead:
     config_file, weights_file = _find_files(name)
     if (public := public_config(config_file)) is not None:
         head, tensors = _published(name, public, _read_weights(name, weights_file), base)
@@ -138,21 +152,15 @@ def load_head(name_or_path: str | Path, base: Target) -> DraftHead:
         if not bool(torch.isfinite(tensor).all()):
             raise LoadError(f"draft head {name!r}: tensor {key!r} holds values that are not finite")
     head.load_state_dict(tensors)
-    head.to(base.device, base.dtype).eval().requires_grad_(False)
+    return head
+
+
+def _borrow(name: str, head: DraftHead, base: Target) -> None:
     if head.vocabulary is not None:
         try:
             head.vocabulary.borrow(base)
         except ValueError as error:
             raise LoadError(f"draft head {name!r}: {error}") from error
-    return head
-
-
-def head_to_train(name_or_path: str | Path, base: Target) -> DraftHead:
-    """Load a draft head to train it further, in float32; raise what `load_head` does."""
-    head = load_head(name_or_path, base).float().train().requires_grad_(True)
-    if head.vocabulary is not None:
-        head.vocabulary.borrow(base)  # its rows stay in the target model's dtype
-    return head
 
 
 def saved_shape(name_or_path: str | Path) -> tuple[str, dict[str, Any], str]:

@@ -23,7 +23,7 @@ from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data
 from pipeline.command_line import say
 from pipeline.engines.models import model_fingerprint
 from pipeline.errors import InputError, JobError, JobStopped
-from pipeline.io.files import locate
+from pipeline.io.files import local_path, locate
 from pipeline.output.folder import check_output, mend_run, read_run, save_run, take_output, versions
 from pipeline.output.lease import Lease
 from pipeline.progress.board import Mail, StatusBoard
@@ -49,7 +49,8 @@ def train(config: TrainConfig) -> None:
     say(f"looking at the texts of {', '.join(config.folders)}")
     texts = open_texts(config.folders, config.texts.held_out)
     model, fingerprint = target_model(config, texts)
-    config = replace(config, model=config.model or texts.data[0].model)
+    start = None if config.start is None else local_path(config.start)
+    config = replace(config, model=config.model or texts.data[0].model, start=start)
     meant = meaning(config, texts, fingerprint)
     base = check_head(config, model)
     check_made_by(config, texts, fingerprint, base)

@@ -152,9 +152,10 @@ def test_a_head_of_several_hidden_layers_learns_the_same_anywhere_and_is_exporte
 
 @pytest.mark.slow
 def test_a_trained_head_goes_on_from_where_it_was(
-    train: Train, unbroken: Training, model: Path, tmp_path: Path
+    train: Train, unbroken: Training, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = tmp_path / "start"
+    monkeypatch.chdir(tmp_path)  # workers run elsewhere
+    start = Path("start")
     shutil.copytree(unbroken.folder / "head", start)
     settings = {"start": start, "head": "{}", "training__steps": 4, "training__evaluate_every": 4}
     more = train(**settings)

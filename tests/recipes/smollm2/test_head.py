@@ -31,7 +31,7 @@ def test_the_head_learns_from_the_rounds_that_are_named(tmp_path: Path, monkeypa
     (config,) = asked
     assert config.folders == [str(Round(number, tmp_path).answers) for number in (1, 2)]
     assert (config.model, config.output) == ("base", str(tmp_path / "training-2"))
-    assert (config.algorithm, config.draft_vocab_size, config.training.steps) == ("ctc", 8192, 7)
+    assert (config.start, config.head, config.training.steps) == (str(head.SHIPPED.relative_to(Path.cwd())), {}, 7)
 
 
 def test_a_round_without_answers_is_named(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_head_that_was_trained_is_measured(tmp_path: Path, monkeypatch: pyte
     head.evaluate(Path("base"), tmp_path, 2, [])
     ((config, command),) = asked
     assert (config.model, config.drafter, config.output) == ("base", str(trained), str(tmp_path / "evaluation-2"))
-    assert sorted(config.files) == ["chat", "gsm8k"]
+    assert sorted(config.files) == ["chat", "code", "gsm8k", "records", "rewriting"]
     assert command.startswith("drafter evaluate --config ")
 
 
