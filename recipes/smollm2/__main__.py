@@ -48,7 +48,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("build/smollm2"), help="what is made (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of about 1,000 prompts (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of about 1,350 prompts (default: %(default)s)")
     args = parser.parse_args(given[:cut])
     settings = given[cut + 1 :]
     if settings and len(set(args.stages) - {"fetch"}) > 1:
