@@ -209,15 +209,15 @@ class CTCHead(FrameHead):
         lattice = bool(self.config.label_context)
         searched = lattice or (tree != "static" and self.config.loss != "ce")
         if searched and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
-            try:
-                return NativeSearch(self, base, _beam(tree) if lattice else _prefix_beam(tree))
-            except (BuildError, UnsuitableError) as reason:
-                _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
+            return NativeSearch(self, base, _beam(tree) if lattice else _prefix_beam(tree))
         return None
 
     def prepared_search(self, base: Target, tree: Tree) -> Search:
-        if (native := self.native_search(base, tree)) is not None:
-            return native
+        try:
+            if (native := self.native_search(base, tree)) is not None:
+                return native
+        except (BuildError, UnsuitableError) as reason:
+            _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
         search = super().prepared_search(base, tree)
         # On a CPU improbable paths are pruned, so the LM head is read for few and a factor does not pay.
         if not (self.config.label_context and devices.is_asynchronous(base.device) and is_factored(self, base)):

@@ -21,6 +21,7 @@ from drafter.drafters.slots import SlotTensors
 from drafter.drafters.target import Target
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
+from drafter.native.build import BuildError, UnsuitableError
 from drafter.target_model.cache import Rows
 from drafter.target_model.kv_cache import LayerShape
 from drafter.target_model.prepacked import prepack
@@ -296,7 +297,10 @@ class FrameHead(DraftHead):
         """
 
     def native_search(self, base: Target, tree: Tree) -> Search | None:
-        """Return the native library's search for the weights as they are, or None where it has none for this head."""
+        """Return the native library's search for the weights as they are now, or None where it has none.
+
+        Raises `BuildError` or `UnsuitableError` where it has one that cannot be used here.
+        """
         return None
 
     def prepared_search(self, base: Target, tree: Tree) -> Search:
@@ -317,9 +321,13 @@ class FrameHead(DraftHead):
         count = self.frames_for(size, tree)
         states = self.module(base.embed(tokens), hidden, anchors, count).flatten(0, 1)
         recent = last_tokens(tokens, anchors, self.recent_tokens).flatten(0, 1)
-        if (search := self.native_search(base, tree)) is not None:
-            return self.name_nodes(search(states, recent, size, 0.0))
-        return self.name_nodes(self.search(states, recent, base, size, tree))
+        try:
+            search = self.native_search(base, tree)
+        except (BuildError, UnsuitableError):  # a drafter warns of it, and once; trees of many texts are asked for
+            search = None
+        if search is None:
+            return self.name_nodes(self.search(states, recent, base, size, tree))
+        return self.name_nodes(search(states, recent, size, 0.0))
 
     def drafter(self, base: Target, nodes: int, tree: Tree = "exact") -> FrameDrafter:
         self.refuse_tree(tree)

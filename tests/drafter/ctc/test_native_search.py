@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +151,29 @@ def test_a_table_that_is_too_large_is_not_made(
     assert "table of label terms would have 2328 numbers" in caplog.text
     states, recent = torch.randn(1, head.config.num_frames, tiny_base.hidden_size), torch.tensor([[3]])
     check_same_trees(search(states, recent, 9, 0.0), head.search(states, recent, tiny_base, 9, "exact"), DEPTH)
+
+
+@torch.no_grad()
+def test_walks_search_natively_and_in_silence_by_pytorch_where_that_cannot_be(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = sharp_head(tiny_base, "context 2, in part", 1)
+    asked: list[TokenTree] = []
+    native = NativeSearch.__call__
+
+    def called(self: NativeSearch, *given: Any) -> TokenTree:
+        asked.append(native(self, *given))
+        return asked[-1]
+
+    monkeypatch.setattr(NativeSearch, "__call__", called)
+
+    def walked() -> TokenTree:
+        hidden = torch.ones(1, 9, tiny_base.hidden_size)
+        return head.trees_at(tiny_base, torch.arange(9)[None], hidden, torch.tensor([[3, 7]]), 9)
+
+    found = walked()
+    assert len(asked) == 1
+    monkeypatch.setattr("drafter.ctc.head.MOST_ENTRIES", 1)
+    check_same_trees(walked(), found, DEPTH)
+    assert len(asked) == 1
+    assert not caplog.records
