@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from drafter.evaluation.environment import machine
 from drafter.evaluation.intervals import Interval, sign_test
@@ -176,14 +177,7 @@ def remarks(results: Results) -> list[str]:
     """Say what the heads learned from, that acceptance was forced, and which drafters are hardly accepted."""
     said = []
     for name, head in results.heads.items():
-        training = head["training"]
-        data, history = training.get("data") or {}, training.get("history") or [{}]
-        parts = [data] if "targets" in data else [part for part in data.values() if isinstance(part, Mapping)]
-        texts, targets = (sum(part.get(what, 0) for part in parts) for what in ("texts", "targets"))
-        if targets:
-            steps, seconds = history[-1].get("step", 0), history[-1].get("seconds")
-            took = "" if seconds is None else f", in {seconds / 3600:.1f} hours"
-            learned = f"{texts:,} texts with {targets:,} targets, {steps:,} steps{took}"
+        if learned := _learned(head["training"]):
             said.append(f"{Arm(name, 'exact').method}: {head['parameters']:,} parameters, learned from {learned}.")
     if (forced := results.plan.get("acceptance")) is not None:
         said.append(
@@ -194,6 +188,19 @@ def remarks(results: Results) -> list[str]:
         if warning := rejection_warning(total(cell.counts.values())):
             said.append(f"**{cell.arm.method} on {cell.questions}: {warning}**")
     return list(dict.fromkeys(said))
+
+
+def _learned(training: Mapping[str, Any]) -> str:
+    """Say what a head learned from, and before that, if its training began with a trained head; empty if unknown."""
+    data, history = training.get("data") or {}, training.get("history") or [{}]
+    parts = [data] if "targets" in data else [part for part in data.values() if isinstance(part, Mapping)]
+    texts, targets = (sum(part.get(what, 0) for part in parts) for what in ("texts", "targets"))
+    if not targets:
+        return ""
+    steps, seconds = history[-1].get("step", 0), history[-1].get("seconds")
+    took = "" if seconds is None else f", in {seconds / 3600:.1f} hours"
+    before = _learned(training.get("start") or {})
+    return f"{texts:,} texts with {targets:,} targets, {steps:,} steps{took}{before and f', after {before}'}"
 
 
 def circumstances(results: Results) -> str:

@@ -165,6 +165,12 @@ def test_what_a_reader_must_know_is_said_first() -> None:
     assert said[0] == "ctc: 1,000 parameters, learned from 5 texts with 42 targets, 5 steps, in 1.5 hours."
     assert said[1].startswith("**Acceptance is FORCED to β 2.5**")
     assert said[2].startswith("**ctc, FORCED to β 2.5 on chat: WARNING: only 5 of 3,200 draft tokens were accepted")
+    more = {"data": {"texts": 7, "targets": 8}, "history": [{"step": 9}], "start": training}
+    heads = {HEAD.drafter: {"parameters": 1000, "training": more}}
+    (trained_on,) = remarks(replace(results(cells()), heads=heads))
+    assert trained_on.endswith(
+        "learned from 7 texts with 8 targets, 9 steps, after 5 texts with 42 targets, 5 steps, in 1.5 hours."
+    )
     assert remarks(results(cells())) == []
 
 
