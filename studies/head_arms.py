@@ -56,10 +56,10 @@ from drafter.training.loop import TorchOptimiser, TrainingStep, train, training_
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import (
     RegeneratedText,
-    Walks,
     accepted_depths,
     anchor_draws,
     draft_batch,
+    simulated_beta,
     walked_batches,
 )
 from recipes.embedded.train_head import batch_texts, with_hidden_states
@@ -147,11 +147,9 @@ def _held_out(base: BaseModel, model: str, count: int) -> dict[str, list[Regener
 
 
 def _betas(head: DraftHead, base: BaseModel, texts: Sequence[RegeneratedText]) -> dict[str, float]:
-    walks, lattice = Walks(dict.fromkeys(NODES, 0)), PairLattice if isinstance(head, PairHead) else FrameLattice
-    with patch("drafter.ctc.head.FrameLattice", lattice):
-        for batch in walked_batches(texts, head.config.depth, at_once=4):
-            walks.add(head, base, batch)
-    return {str(nodes): round(beta, 3) for nodes, beta in walks.beta.items()}
+    with patch("drafter.ctc.head.FrameLattice", PairLattice if isinstance(head, PairHead) else FrameLattice):
+        betas = simulated_beta(head, base, texts, NODES)
+    return {str(nodes): round(beta, 3) for nodes, beta in betas.items()}
 
 
 # The arms.

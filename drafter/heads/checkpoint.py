@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -163,16 +162,13 @@ def _borrow(name: str, head: DraftHead, base: Target) -> None:
             raise LoadError(f"draft head {name!r}: {error}") from error
 
 
-def saved_shape(name_or_path: str | Path) -> tuple[str, dict[str, Any], str]:
-    """Return algorithm and configuration of a saved head, and a digest of its weights.
+def saved_shape(name: str) -> tuple[str, dict[str, Any]]:
+    """Return algorithm and configuration of a saved head.
 
     Raises `LoadError` if the folder or hub id does not exist or is not of this format.
     """
-    name = str(name_or_path)
-    config_file, weights_file = _find_files(name)
-    config = _read_config(name, config_file)
-    with weights_file.open("rb") as weights:
-        return config.algorithm, config.head, hashlib.file_digest(weights, "sha256").hexdigest()[:16]
+    config = _read_config(name, _find_files(name)[0])
+    return config.algorithm, config.head
 
 
 def is_head_of(name_or_path: str | Path, base: Target) -> bool:

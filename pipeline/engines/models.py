@@ -135,6 +135,11 @@ def adapter_fingerprint(name: str) -> str:
     return _fingerprint("adapter", name, Path(name).expanduser(), "an adapter", "adapter_config.json")
 
 
+def head_fingerprint(name: str) -> str:
+    """Return a draft head's identity, by its folder or hub id, as `model_fingerprint` does, or raise `InputError`."""
+    return _fingerprint("drafter", name, Path(name).expanduser(), "a draft head")
+
+
 def _fingerprint(what: str, name: str, folder: Path, content: str, config: str = _CONFIG) -> str:
     if folder.is_dir():
         if not (folder / config).is_file():

@@ -21,7 +21,7 @@ from drafter.target_model.loading import load_config
 from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out, start_beside_driver
 from pipeline.command_line import say
-from pipeline.engines.models import model_fingerprint
+from pipeline.engines.models import head_fingerprint, model_fingerprint
 from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.io.files import local_path, locate
 from pipeline.output.folder import check_output, mend_run, read_run, save_run, take_output, versions
@@ -51,8 +51,8 @@ def train(config: TrainConfig) -> None:
     model, fingerprint = target_model(config, texts)
     start = None if config.start is None else local_path(config.start)
     config = replace(config, model=config.model or texts.data[0].model, start=start)
-    meant = meaning(config, texts, fingerprint)
     base = check_head(config, model)
+    meant = meaning(config, texts, fingerprint)
     check_made_by(config, texts, fingerprint, base)
     text = base.get_text_config(decoder=True)
     folder = TrainingFolder(locate(config.output))
@@ -118,7 +118,7 @@ def meaning(config: TrainConfig, texts: Texts, model: str) -> dict[str, Any]:
     """Return all that determines the head; `model` is the target model's fingerprint."""
     head: dict[str, Any] = {"algorithm": config.algorithm, "head": config.head}
     if config.start is not None:
-        head = {"start": _saved_shape(config.start)[2]}
+        head = {"start": head_fingerprint(config.start)}
     return {
         "input": [one.meaning for one in texts.data],
         "held_out": texts.held_out.meaning if texts.held_out else None,
@@ -137,7 +137,10 @@ def check_head(config: TrainConfig, model: str) -> Any:
     """
     algorithm, chosen = config.algorithm, config.head
     if config.start is not None:
-        algorithm, chosen, _ = _saved_shape(config.start)
+        try:
+            algorithm, chosen = saved_shape(config.start)
+        except LoadError as error:
+            raise InputError(f"start: {error}") from error
     if algorithm not in HEADS:
         raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {algorithm!r}")
     try:
@@ -155,13 +158,6 @@ def check_head(config: TrainConfig, model: str) -> Any:
     except LoadError as error:
         raise InputError(f"head: {error}") from error
     return base
-
-
-def _saved_shape(start: str) -> tuple[str, dict[str, Any], str]:
-    try:
-        return saved_shape(start)
-    except LoadError as error:
-        raise InputError(f"start: {error}") from error
 
 
 def finished(folder: TrainingFolder) -> bool:

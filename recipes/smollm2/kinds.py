@@ -136,14 +136,14 @@ def _code(draws: random.Random) -> str:
 
 
 def _rewriting(draws: random.Random, problems: Sequence[str]) -> str:
-    passage = (
-        "\n\n".join(draws.sample(problems, draws.randint(1, 3))) if draws.random() < 0.5 else draws.choice(passages())
-    )
     if draws.random() < 0.5:
-        return (
-            f"{passage}\n\n{draws.choice(_REWRITES).replace('following text', 'text above').replace('below', 'above')}"
-        )
-    return f"{draws.choice(_REWRITES)}\n\n{passage}"
+        passage = "\n\n".join(draws.sample(problems, draws.randint(1, 3)))
+    else:
+        passage = draws.choice(passages())
+    after, ask = draws.random() < 0.5, draws.choice(_REWRITES)
+    if after:
+        return f"{passage}\n\n{ask.replace('following text', 'text above').replace('below', 'above')}"
+    return f"{ask}\n\n{passage}"
 
 
 def _record(draws: random.Random) -> str:
@@ -207,11 +207,10 @@ def passages() -> tuple[str, ...]:
     """Return the passages of prose in the standard library's documentation."""
     found = set()
     for module in _modules():
-        documents = [module.__doc__, *(value.__doc__ for value in vars(module).values() if inspect.isroutine(value))]
-        documents += [value.__doc__ for value in vars(module).values() if inspect.isclass(value)]
-        for document in documents:
+        documented = [value for value in vars(module).values() if inspect.isroutine(value) or inspect.isclass(value)]
+        for document in (one.__doc__ for one in (module, *documented)):
             if not isinstance(document, str):
-                continue
+                continue  # a class may describe it by an attribute
             text = inspect.cleandoc(document)[:_MOST_PASSAGE].rsplit("\n\n", 1)[0]
             words = re.findall(r"[A-Za-z]{2,}", text)
             prose = sum(map(len, words)) >= 0.7 * len(text.replace(" ", "").replace("\n", "")) > 0

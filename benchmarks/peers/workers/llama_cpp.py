@@ -29,8 +29,9 @@ def load(settings: Settings) -> Decode:
         answer: dict[str, Any] = server.handle_completions(asked | told)
         if "__verbose" not in answer:
             raise RuntimeError(f"llama.cpp answers {answer}")
-        told, times = answer["__verbose"], answer["__verbose"]["timings"]
-        return list(told["tokens"]), times["predicted_n"] - times.get("draft_n_accepted", 0)
+        verbose = answer["__verbose"]
+        times = verbose["timings"]
+        return list(verbose["tokens"]), times["predicted_n"] - times.get("draft_n_accepted", 0)
 
     def decode(work: Work) -> Decoded:
         with ThreadPoolExecutor(settings.batch) as clients:
