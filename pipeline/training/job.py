@@ -141,6 +141,10 @@ def check_head(config: TrainConfig, model: str) -> Any:
             algorithm, chosen = saved_shape(config.start)
         except LoadError as error:
             raise InputError(f"start: {error}") from error
+        if config.algorithm not in (TrainConfig.algorithm, algorithm):
+            raise InputError(
+                f"start is a head of {algorithm}, and algorithm is {config.algorithm}: leave algorithm out"
+            )
     if algorithm not in HEADS:
         raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {algorithm!r}")
     try:

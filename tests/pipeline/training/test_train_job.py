@@ -170,6 +170,9 @@ def test_a_trained_head_goes_on_from_where_it_was(
     assert after.vocabulary is not None
     assert torch.equal(after.vocabulary.tokens, before.vocabulary.tokens)
     assert train(output=more.folder, **settings).code == 0  # it is finished
+    other = train(output=tmp_path / "other", algorithm="eagle3", **settings)
+    assert other.code == 2
+    assert "start is a head of ctc, and algorithm is eagle3: leave algorithm out" in other.error
     # Another head to start from is another job.
     shutil.copy(more.folder / "head" / "model.safetensors", start)
     refused = train(output=more.folder, **settings)
