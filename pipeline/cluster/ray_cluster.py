@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import secrets
 import socket
 import sys
@@ -31,6 +32,7 @@ LOOPBACK = "127.0.0.1"
 HELPER_CPUS = 0.25  # of a task that reads, tokenises or writes in short bursts beside the engines
 _RESERVED_CPUS = 0.5  # of a node, which engines leave to such tasks
 _PACKAGES = ("drafter", "jobs", "pipeline")
+_SERVER_PORTS = range(20_000, 30_000)  # above those of Ray's workers, below those of connections and of Kubernetes
 _NO_PROGRESS_SECONDS = 6 * 3600  # such as after losing all machines; then a job fails
 
 
@@ -174,9 +176,20 @@ def _keep_to_this_machine() -> None:
 
 
 def free_ports(count: int) -> list[int]:
+    """Return ports of this machine that nothing listens on.
+
+    A port that the system would choose can be the near end of any connection made before a server takes it, so these
+    are none of those, nor of Ray's own.
+    """
+    found: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in sockets]
+        for port in random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
+            if len(found) == count:
+                break
+            with suppress(OSError):
+                stack.enter_context(socket.create_server((LOOPBACK, port)))
+                found.append(port)
+    return found
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ray.exceptions import RayTaskError
+
 from drafter.acceptance.contract import make_verifier
 from drafter.errors import LoadError, one_line
 from drafter.requests import sampling_defaults
@@ -126,7 +128,8 @@ def _start(config: ServeConfig, *, own_cluster: bool) -> ClusterWatch:
         watch.close()
         if refusal:
             raise InputError(refusal[1]) from error
-        raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error
+        own = error.cause if isinstance(error, RayTaskError) else error  # without the traceback of Ray Serve's process
+        raise JobError(f"the endpoint cannot be started: {one_line(own)}") from error
     return watch
 
 

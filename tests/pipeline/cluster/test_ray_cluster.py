@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.util import placement_group_table
 
-from pipeline.cluster.ray_cluster import ActorResources, Cluster, Node, cluster_here, nodes_ahead, share_out
+from pipeline.cluster.ray_cluster import ActorResources, Cluster, Node, cluster_here, free_ports, nodes_ahead, share_out
 from pipeline.errors import InputError
 from pipeline.settings import ResourcesConfig
 from tests.support.waiting import wait_until
@@ -25,6 +27,18 @@ def test_an_address_where_nobody_answers_is_no_cluster(monkeypatch: pytest.Monke
     assert not cluster_here()
     monkeypatch.setattr("pipeline.cluster.ray_cluster.find_bootstrap_address", lambda folder: None)
     assert not cluster_here()
+
+
+def test_free_ports_are_taken_neither_by_a_server_nor_by_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.cluster.ray_cluster._SERVER_PORTS", range(20_000, 20_050))
+    found = free_ports(3)
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii").split())
+    assert len(set(found)) == 3
+    assert not set(found) & set(range(first, last + 1))
+    with ExitStack() as stack:
+        for port in found:
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        assert not set(found) & set(free_ports(40))
 
 
 @pytest.mark.parametrize(

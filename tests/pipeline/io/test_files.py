@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
+from pipeline.cluster.ray_cluster import free_ports
 from pipeline.errors import InputError
 from pipeline.io.files import (
     Location,
@@ -48,9 +49,7 @@ PROMPTS = [f"how many apples {n}" for n in range(6)]
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URI of an empty bucket, `{}` standing for a path in it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     log = (tmp_path_factory.mktemp("s3") / "log").open("wb")
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from drafter.target_model.model import BaseModel
 from drafter.training.loop import Optimiser, TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch, simulated_beta
+from pipeline.cluster.ray_cluster import free_ports
 from pipeline.training.config import ShardingConfig
 from pipeline.training.folder import read_checkpoint, write_checkpoint
 from pipeline.training.sharded_optimiser import ShardedOptimiser, head_of
@@ -95,9 +95,7 @@ def _worker(rank: int, port: int, folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Curve]]:
     """For each sharding: an unbroken run, and the steps after a stop."""
     folder = tmp_path_factory.mktemp("sharded")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     spawn(_worker, (port, str(folder)), nprocs=2)
     ranks: list[list[list[Curve]]] = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]
