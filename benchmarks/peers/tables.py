@@ -22,6 +22,8 @@ def page(record: Mapping[str, Any], plot: str) -> str:
     about = record["environment"]
     cells = [Cell(**cell) for cell in record["cells"]]
     failures = [Failure(**one) for one in record["failures"]]
+    counted = any(cell.steps is not None for cell in cells)
+    told = " Tokens a step: those of a row in a step, where the engine tells." if counted else ""
     parts = [
         "# Beside other engines",
         f"{machine(about)}, {about['threads']} threads, {about['dtype']}; base of {about['base']['parameters']:,} "
@@ -31,8 +33,7 @@ def page(record: Mapping[str, Any], plot: str) -> str:
         "Prefills are part of the time. Each engine has the same weights, prompts as token ids and threads, and keeps "
         "nothing of a prompt from round to round. ÷ plain peer: relative to the fastest other engine that decodes "
         "plainly. ÷ best peer: to the fastest one, in any way. Same tokens: share of the tokens of this engine's plain "
-        "decoding. Tokens a step: those of a row in a step, where the engine tells. Memory: the most that was "
-        "resident while it decoded, weights included.",
+        f"decoding.{told} Memory: the most that was resident while it decoded, weights included.",
         f"![tokens per second]({plot})",
     ]
     for context, batch, some in settings(cells):

@@ -47,7 +47,7 @@ def test_the_page() -> None:
     assert text.index("## Short prompts, batch 1") < text.index("## Short prompts, batch 4") < text.index("## Long")
     assert text.count("| this engine, none | 100 | 2.00 | 2.00 | 99.0 % | 3 |") == 4
     assert text.count("| slow, plain | 50 | 1.00 | 1.00 | 99.0 % | 3 |") == 4
-    assert "tokens a step |" not in text  # records of before do not have it
+    assert "okens a step" not in text  # records of before do not have it
     assert "| slow, plain | snail 1.0, shell 2.0 |" in text
     assert "- lame, plain, batch 4: it does not start" in text
 
