@@ -139,7 +139,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         for at, nodes in enumerate(NODES):
             line[f"tokens, {nodes} nodes"] = f"{ours[:, at].sum() / places.sum():.2f}"
             gain = partial(_ratio, ours[:, at], theirs[:, at])
-            line[f"÷, {nodes} nodes"] = with_interval(gain(np.arange(len(places))), bootstrap(len(places), gain))
+            line[f"÷, {nodes} nodes"] = with_interval(gain(np.arange(len(places))), bootstrap(range(len(places)), gain))
         lines.append(line)
     return markdown_table(lines)
 

@@ -14,7 +14,8 @@ from drafter.drafters.target import Target
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS, embedded_heads
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
-from drafter.heads.contract import measured_worth
+from drafter.heads.config import Tree
+from drafter.heads.contract import DraftHead, measured_worth
 from drafter.plugins import registered, resolved
 
 TRAINING_FREE: dict[str, Callable[[Loading], Drafter]] = {
@@ -66,8 +67,15 @@ def _load(name: str, loading: Loading) -> Drafter:
     check_name(name)
     if name in embedded_heads():
         name = str(EMBEDDED_HEADS / name)
-    head = load_head(name, loading.base)
-    drafter = head.drafter(loading.base, loading.nodes)
+    return head_drafter(load_head(name, loading.base), loading.base, loading.nodes)
+
+
+def head_drafter(head: DraftHead, base: Target, nodes: int, tree: Tree = "exact") -> Drafter:
+    """Return the drafter of a head, with what its trees were worth on held-out text.
+
+    Raises `ValueError` if it has no such tree.
+    """
+    drafter = head.drafter(base, nodes, tree)
     drafter.worth = measured_worth(head.provenance)
     return drafter
 

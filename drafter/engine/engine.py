@@ -17,7 +17,7 @@ from drafter.budget.contract import SHADOW_ROWS, Budget, StepSeconds
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, TextMemory, made_of
 from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
-from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
+from drafter.engine.config import EngineConfig
 from drafter.engine.handle import Handle
 from drafter.engine.memory import plan_or_refuse, rows_to_keep
 from drafter.engine.queued_step import QueuedStep
@@ -79,7 +79,7 @@ class Engine:
         self.config, self.verifier = config, verifier
         self._defaults = sampling_defaults(base.generation_settings, base.name)
         self.guides = guides or FirstGuides(tokenizer, base.vocab_size, base.eos_token_ids)
-        limit = base.max_positions or DEFAULT_MAX_LENGTH
+        limit = base.max_positions or config.longest  # models with a state alone have no limit
         if config.max_model_len is not None and config.max_model_len > limit:
             raise LoadError(f"max_model_len {config.max_model_len} is more than the {limit} positions of {base.name}")
         self.max_length = min(limit, config.longest)

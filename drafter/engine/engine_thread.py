@@ -142,7 +142,8 @@ def _update(engine: Engine, weights: Sequence[tuple[Tensor, Tensor]]) -> int:
     try:
         if not engine.idle:
             engine.step()  # after which requests that were cancelled have ended
-        count = len(scheduler.in_slots) + len(scheduler.parked) + len(scheduler.waiting)
+        waiting = len(scheduler.waiting) + len(scheduler.background)
+        count = len(scheduler.in_slots) + len(scheduler.parked) + waiting
         if not count:
             scheduler.kept.clear()
             engine.base.update_weights(weights)

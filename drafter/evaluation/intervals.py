@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import comb
 
 import numpy as np
@@ -11,23 +11,26 @@ from numpy.typing import NDArray
 Interval = tuple[float, float]
 
 _DRAWS, _SEED = 1000, 0
-_FEWEST = 5  # prompts from which on there is an interval: fewer say too little about those that were not asked
+_FEWEST = 5  # questions from which on there is an interval: fewer say too little about those that were not asked
 
 
-def bootstrap(prompts: int, figure: Callable[[NDArray[np.int64]], float]) -> Interval | None:
-    """Return the 95 % confidence interval of a figure over prompts; None for fewer than five prompts.
+def bootstrap(questions: Sequence[int], figure: Callable[[NDArray[np.int64]], float]) -> Interval | None:
+    """Return the 95 % confidence interval of a figure over prompts; None for fewer than five questions.
 
-    Its ends are the 2.5th and the 97.5th percentile of the figure over as many prompts drawn with replacement (Efron
-    1979). The same draws are made for each figure.
+    Its ends are the 2.5th and the 97.5th percentile of the figure over as many questions drawn with replacement (Efron
+    1979), each with all its prompts: the turns and samples of a question are alike. The same draws are made for each
+    figure.
 
     Args:
-        prompts: Number of prompts.
-        figure: Returns the figure over the prompts with these indices, `[prompts]`.
+        questions: The question of each prompt, `[P]`.
+        figure: Returns the figure over the prompts with these indices, of which some come several times.
     """
-    if prompts < _FEWEST:
+    found, first = np.unique(np.asarray(questions, dtype=np.int64), return_inverse=True)
+    if len(found) < _FEWEST:
         return None
-    draws = np.random.default_rng(_SEED).integers(prompts, size=(_DRAWS, prompts))
-    low, high = np.percentile([figure(draw) for draw in draws], (2.5, 97.5))
+    prompts = [np.flatnonzero(first == question) for question in range(len(found))]
+    draws = np.random.default_rng(_SEED).integers(len(found), size=(_DRAWS, len(found)))
+    low, high = np.percentile([figure(np.concatenate([prompts[one] for one in draw])) for draw in draws], (2.5, 97.5))
     return float(low), float(high)
 
 

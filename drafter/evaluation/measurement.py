@@ -11,7 +11,7 @@ from typing import Any
 
 from drafter.drafters.contract import Drafter
 from drafter.drafters.names import kind_and_rest, merged_names
-from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
+from drafter.drafters.registry import TRAINING_FREE, head_drafter, load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_HEADS, embedded_heads
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
@@ -23,6 +23,7 @@ from drafter.evaluation.results import PLAIN, STAGES, Arm, Cell, Plan, Results, 
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
 from drafter.statistics import DecodeCounts, total
+from drafter.target_model.architecture import fingerprint
 from drafter.target_model.model import BaseModel
 
 
@@ -135,7 +136,7 @@ class Evaluation:
             return load_drafter(arm.drafter, self._base, 0)
         nodes = useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes
         if arm.drafter in self._heads:
-            return self._heads[arm.drafter].drafter(self._base, nodes, arm.tree or "exact")
+            return head_drafter(self._heads[arm.drafter], self._base, nodes, arm.tree or "exact")
         if arm.tree != "exact":
             raise ValueError(f"only a draft head has a {arm.tree} tree")
         return load_drafter(arm.drafter, self._base, nodes)
@@ -170,6 +171,7 @@ def _cell_of(setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompt
         stages=_stage_sums([run for runs in rounds for run in runs]),
         tokens_by_prompt=[one.num_output_tokens for one in by_prompt],
         steps_by_prompt=[one.num_decode_steps for one in by_prompt],
+        question_by_prompt=[one.question for one in prompts],
     )
 
 
@@ -179,6 +181,7 @@ def head_record(head: DraftHead) -> dict[str, Any]:
         "algorithm": head.algorithm,
         "config": vars(head.config),
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "weights": fingerprint(head, [head.algorithm]),
         "training": dict(head.provenance.training) if head.provenance is not None else {},
     }
 

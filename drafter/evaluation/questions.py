@@ -53,7 +53,7 @@ def read_questions(file: str | Path, limit: int | None = None) -> list[Question]
     """
     try:
         content = Path(file).expanduser().read_bytes()
-        lines = (gzip.decompress(content) if str(file).endswith(".gz") else content).decode().split("\n")
+        lines = (gzip.decompress(content) if str(file).endswith(".gz") else content).decode("utf-8-sig").split("\n")
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise QuestionError(f"question file {file} cannot be read: {reason}") from error
@@ -100,14 +100,17 @@ def _question(file: str | Path, number: int, line: str) -> Question:
     category = row.get("category") or ""
     if not isinstance(category, str):
         raise QuestionError(f"{where}: category must be a text, not {category!r}")
-    name = next((str(row[key]) for key in _NAMES if key in row), f"line {number}")
+    name = next((str(row[key]) for key in _NAMES if row.get(key) is not None), f"line {number}")
     return Question(name, category, tuple(turns))
 
 
 def _turns_with_functions(turns: list[Any], functions: Any, where: str) -> list[str]:
-    """Return the turns of BFCL's layout, each a list of messages, as texts; the functions stand before the first."""
+    """Return the turns of BFCL's layout, each a list of messages, as texts; the functions stand before the first.
+
+    A turn without a message only adds a function there, which this leaves out.
+    """
     try:
-        texts = ["\n\n".join(message["content"] for message in messages) for messages in turns]
+        texts = ["\n\n".join(message["content"] for message in messages) for messages in turns if messages]
     except (KeyError, TypeError) as error:
         raise QuestionError(f"{where}: its question must be a text, or a list of turns of {{role, content}}") from error
     if texts and functions:
@@ -127,16 +130,25 @@ def _turns_of(messages: Any, where: str) -> list[Any]:
             f"{where}: its messages have an image, which is not evaluated: compare what drafter generate says of its "
             "speed with the drafter, and with none"
         )
-    return [one.get("content") for one in messages if one["role"] == "user"]
+    return [_text_of(one.get("content")) for one in messages if one["role"] == "user"]
+
+
+def _text_of(content: Any) -> Any:
+    """Return a message's content, its parts joined if all are texts, as chat templates that take no parts see them."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        texts = [part.get("text") for part in content]
+        return "\n".join(texts) if all(isinstance(text, str) for text in texts) else None
+    return content
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One turn of a conversation, and the tokens of plain decoding's answer."""
+    """One turn of a conversation, and the tokens of plain decoding's answer; `question` is the question's number."""
 
     request: Request
     category: str
     answer: list[int]
+    question: int
 
 
 def prompts_of(
@@ -154,6 +166,7 @@ def prompts_of(
     model's positions, or the chat template refuses it.
     """
     histories: list[list[dict[str, str]]] = [[] for _ in questions]
+    numbers = {question: number for number, question in enumerate(dict.fromkeys(questions))}  # equal ones are samples
     prompts: list[Prompt] = []
     for turn in range(max(len(question.turns) for question in questions)):
         asked = [pair for pair in zip(questions, histories, strict=True) if turn < len(pair[0].turns)]
@@ -176,7 +189,7 @@ def prompts_of(
         made = decode_all(engine, requests).generations
         for (question, history), request, generation in zip(asked, requests, made, strict=True):
             history.append({"role": "assistant", "content": generation.text})
-            prompts.append(Prompt(request, question.category, generation.token_ids))
+            prompts.append(Prompt(request, question.category, generation.token_ids, numbers[question]))
     return prompts
 
 

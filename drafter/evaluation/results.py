@@ -12,6 +12,7 @@ from statistics import mean, median
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from drafter.evaluation.intervals import Interval, bootstrap
 from drafter.heads.config import Tree
@@ -85,6 +86,13 @@ class Plan:
     def __post_init__(self) -> None:
         if self.acceptance is not None and not 1 <= self.acceptance < math.inf:
             raise ValueError(f"acceptance must be forced to at least 1 token a step, not {self.acceptance:g}")
+        if len(called := {Arm(name, "exact").method: name for name in self.drafters}) < len(set(self.drafters)):
+            two = next(name for name in self.drafters if name not in called.values())
+            name = Arm(two, "exact").method
+            raise ValueError(
+                f"drafters: {two} and {called[name]} would both be called {name} in the tables: copy one to a folder "
+                "of another name"
+            )
         for name in ("drafters", "trees", "num_draft_tokens", "batches", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -132,12 +140,23 @@ class Cell:
     stages: StageSums | None = None
     tokens_by_prompt: list[int] = field(default_factory=list)  # new tokens of each prompt, summed over all rounds
     steps_by_prompt: list[int] = field(default_factory=list)  # decode steps of the same prompts
+    question_by_prompt: list[int] = field(default_factory=list)  # number of their question; older results have none
 
     @property
     def rates(self) -> list[list[float]]:
         """Tokens per second of each run, by round."""
         rounds = zip(self.tokens, self.seconds, strict=True)
         return [[per_second(*run) for run in zip(made, taken, strict=True)] for made, taken in rounds]
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts; runs at batch 1."""
+        return len(self.tokens[0]) if self.batch == 1 else len(self.steps_by_prompt)
+
+    @property
+    def questions_asked(self) -> Sequence[int]:
+        """The number of each prompt's question, `[P]`; where that is not known, each is one of its own."""
+        return self.question_by_prompt or range(self.prompts)
 
     @property
     def setting(self) -> Setting:
@@ -212,25 +231,39 @@ class Figures:
 
     @property
     def beta_interval(self) -> Interval | None:
-        """95 % interval of `beta`; None where the prompts are few, or their counts are not known."""
+        """95 % interval of `beta`; None where the questions are few, or the prompts' counts are not known."""
         tokens, steps = (np.array(one) for one in (self.cell.tokens_by_prompt, self.cell.steps_by_prompt))
-        return bootstrap(len(steps), lambda picked: float(tokens[picked].sum() / steps[picked].sum()))
+        if not steps.size:
+            return None
+        return bootstrap(self.cell.questions_asked, lambda picked: float(tokens[picked].sum() / steps[picked].sum()))
 
     @property
     def gamma_interval(self) -> Interval | None:
-        """95 % interval of `gamma`; None where the prompts are few, or one run has them all."""
+        """95 % interval of `gamma`; None where the questions are few, or one run has them all."""
         if self.cell.batch > 1:
             return None
         both = [np.array(one.rates) for one in (self.cell, self.plain)]  # [rounds, prompts]
         return bootstrap(
-            both[0].shape[1], lambda picked: speedup(*(rates[:, picked].mean(axis=1).tolist() for rates in both))
+            self.cell.questions_asked,
+            lambda picked: speedup(*(rates[:, picked].mean(axis=1).tolist() for rates in both)),
         )
 
     @property
     def faster(self) -> tuple[int, int]:
-        """Runs in which this was faster than plain decoding in the same round, and all runs."""
-        ours, theirs = ([rate for rates in one.rates for rate in rates] for one in (self.cell, self.plain))
-        return sum(one > other for one, other in zip(ours, theirs, strict=True)), len(ours)
+        """Questions, at larger batches rounds, in which this was faster than plain decoding, and all of them."""
+        ours, theirs = (self._rates_of_trials(one) for one in (self.cell, self.plain))
+        return int((ours > theirs).sum()), len(ours)
+
+    def _rates_of_trials(self, cell: Cell) -> NDArray[np.float64]:
+        """Tokens per second of each round, at batch 1 of each question over all its turns, samples and rounds."""
+        tokens, seconds = np.array(cell.tokens, dtype=float), np.array(cell.seconds)  # [rounds, runs]
+        if cell.batch > 1:
+            made, taken = tokens[:, 0], seconds[:, 0]
+        else:
+            _, question = np.unique(np.asarray(self.cell.questions_asked), return_inverse=True)
+            made, taken = (np.bincount(question, weights=one.sum(axis=0)) for one in (tokens, seconds))
+        rates: NDArray[np.float64] = made / taken
+        return rates
 
 
 def figures(cells: Sequence[Cell]) -> list[Figures]:

@@ -15,7 +15,15 @@ from drafter.statistics import acceptance_by_depth, mean_acceptance_length, reje
 TABLE_FILE, LATEX_FILE = "table.md", "table.tex"
 _POSITIONS = 8
 _MOST_SETS = 4  # with more sets of questions a line of `speed_table` would be too long to be read
-_LATEX = {"β": r"$\beta$", "γ": r"$\gamma$", "%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#"}
+_LATEX = {letter: f"\\{letter}" for letter in "%_&#${}"} | {
+    "β": r"$\beta$",
+    "γ": r"$\gamma$",
+    "≥": r"$\geq$",
+    "÷": r"$\div$",
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+}
 
 
 def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
@@ -222,8 +230,9 @@ def _heading(results: Results) -> str:
         "β: new tokens per forward of the target model. γ: speed relative to plain decoding in the same engine and "
         "run. "
         "≥ n: share of decode steps that accepted at least n draft tokens. "
-        "In brackets are 95 % intervals over prompts, by the bootstrap. Faster: runs in which it was faster than plain "
-        "decoding, and how probable so uneven a count is if neither is faster (sign test). "
+        "In brackets are 95 % intervals over questions, by the bootstrap. Faster: questions (at larger batches rounds) "
+        "in which it was faster than plain decoding, and how probable so uneven a count is if neither is faster (sign "
+        "test). "
         "Differing tokens: tokens that are not plain decoding's at the same positions."
     )
 

@@ -259,10 +259,6 @@ def execute(
         "settings": asdict(config.training),
         "versions": versions("deepspeed"),
     }
-    if size := config.draft_vocab_size:
-        share = round(staged.coverage(size), 4)
-        provenance["draft_vocabulary"] = {"tokens": size, "coverage": share}
-        say(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers")
     task = WorkerTask(config, model, base_fingerprint, folder, staged, provenance, board, resources.threads)
     # Ray Train handles SIGINT by ending its workers at once, but only where it runs in the main thread.
     training = in_thread(_trainer(task, resources).fit)
@@ -341,6 +337,7 @@ def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
     evaluated = [record for record in records if "beta" in record]
     best = max(evaluated, key=lambda record: (record["beta"][chosen_by], record["step"]))
     last: Record = next(record for record in reversed(records) if "loss" in record)
+    when = f"at step {best['step']:,}" if best["step"] else "before the first step: that is the head of start itself"
     of_model = "" if config.model is None else f"--model {shlex.quote(config.model)} "
     head = shlex.quote(folder.head.path)
     following = [
@@ -353,7 +350,7 @@ def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
         [
             f"steps       {last['step']:,}, last loss {last['loss']:.3f}",
             f"β           {', '.join(f'{beta:.2f} at {nodes}' for nodes, beta in best['beta'].items())} draft nodes, "
-            f"simulated on held-out texts at step {best['step']:,}, the best of {len(evaluated)} by {chosen_by} nodes",
+            f"simulated on held-out texts {when}, the best of {len(evaluated)} by {chosen_by} nodes",
             f"head        {folder.head.path}",
             f"metrics     {folder.metrics.path}, {folder.events.path}",
             f"run         {folder.run_file.path}",

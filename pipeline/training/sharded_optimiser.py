@@ -111,13 +111,16 @@ class ShardedOptimiser:
         norm = self._engine.get_global_grad_norm() if norm is None else norm
         return float(norm) if norm is not None else 0.0
 
-    def state(self) -> SavedRun:
-        """Gather the whole state."""
+    def weights(self) -> dict[str, Tensor]:
+        """Gather the head's tensors by name, in float32. All workers take part."""
         buffers = self._step_of.head.state_dict().keys() - self._parameters.keys()
         weights = {name: self._whole(parameter) for name, parameter in self._parameters.items()}
-        weights |= {name: self._step_of.head.get_buffer(name).to("cpu", copy=True) for name in sorted(buffers)}
+        return weights | {name: self._step_of.head.get_buffer(name).to("cpu", copy=True) for name in sorted(buffers)}
+
+    def state(self) -> SavedRun:
+        """Gather the whole state, which is whole after the first step. All workers take part."""
         moments = {key: {name: self._whole(p, key) for name, p in self._parameters.items()} for key in MOMENTS}
-        return SavedRun(self.steps, weights, moments)
+        return SavedRun(self.steps, self.weights(), moments)
 
     def _whole(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
         if self._stage == 0:

@@ -216,10 +216,10 @@ class StagedTexts:
         """Read the frequency of each token in the answers to train on, `[V]` int64."""
         return torch.tensor(read_part(self.folder, _COUNTS)["count"].to_numpy())
 
-    def coverage(self, size: int) -> float:
-        """Return the share of the answers' tokens that the `size` most frequent ones make up."""
-        counts = self.token_counts().sort(descending=True).values
-        return float(counts[:size].sum() / counts.sum())
+    def coverage(self, tokens: Tensor) -> float:
+        """Return the share of the answers' tokens that are among `tokens` `[K]`."""
+        counts = self.token_counts()
+        return float(counts[tokens.cpu()].sum() / counts.sum())
 
 
 def text_of(row: Mapping[str, Any], processor: ImageProcessor | None) -> RegeneratedText:

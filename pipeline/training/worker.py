@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.summary import scalar
+from torch import Tensor
 
 from drafter.errors import LoadError, TrainingError, one_line
 from drafter.heads.checkpoint import head_to_train, new_head
@@ -170,13 +171,13 @@ class RunRecorder:
             }
         )
 
-    def evaluated(self, step: int, beta: Mapping[int, float], state: SavedRun) -> None:
+    def evaluated(self, step: int, beta: Mapping[int, float], weights: dict[str, Tensor]) -> None:
         """Record an evaluation, β by number of draft tokens, and save the head if its β is the highest so far."""
         self._record({"step": step, "beta": {str(nodes): one for nodes, one in beta.items()}, "time": time.time()})
         history = [{"step": one["step"], "beta": one["beta"]} for one in self.records if "beta" in one]
         scores = [one["beta"][str(self._task.config.training.chosen_by)] for one in history]
         if scores[-1] >= max(scores):
-            whole = head_of(self._head, state.weights)
+            whole = head_of(self._head, weights)
             training = {**self._task.provenance, "history": history}
             whole.provenance = Provenance(self._base.name, self._base.fingerprint, training)
             self._task.folder.save_head(whole)
@@ -256,12 +257,22 @@ def run(task: WorkerTask) -> None:
         with torch.autocast(device.type, base.dtype, enabled=base.dtype != torch.float32):
             return optimiser.run(lambda: simulated_beta(head, base, held_out))
 
+    known: dict[str, Any] = {}
     if config.start is not None:
         assert head.provenance is not None
-        task = replace(task, provenance={**task.provenance, "start": dict(head.provenance.training)})
+        known["start"] = dict(head.provenance.training)
+    if rank == 0 and head.vocabulary is not None:
+        size, share = len(head.vocabulary.tokens), round(task.staged.coverage(head.vocabulary.tokens), 4)
+        known["draft_vocabulary"] = {"tokens": size, "coverage": share}
+        show(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers")
+    task = replace(task, provenance={**task.provenance, **known})
     feed = BatchFeed(task.staged, config, reader, head.config.depth, device, rank, workers)
     recorder = RunRecorder(task, head, base, saved.records if saved else []) if rank == 0 else None
     sign = StopSign(task.board, rank, workers, device)
+    if config.start is not None and saved is None:  # what it loses at first has to be made up for
+        beta, begun = evaluate(), optimiser.weights()
+        if recorder is not None:
+            recorder.evaluated(0, beta, begun)
     task.board.put.remote("begun", True, str(rank))
     for done in train(optimiser, feed.batches(optimiser.steps), settings, evaluate, optimiser.steps):
         stop = sign.is_up()
@@ -271,7 +282,7 @@ def run(task: WorkerTask) -> None:
         if recorder is not None:
             recorder.log(done, feed.tokens)
             if done.beta is not None and state is not None:
-                recorder.evaluated(done.step, done.beta, state)
+                recorder.evaluated(done.step, done.beta, state.weights)
         if checkpoint:
             assert state is not None
             to_save = None

@@ -198,8 +198,10 @@ def test_requests_under_way_refuse_new_weights_until_they_have_ended() -> None:
     with loaded(model_of("llama", 0, tied=True), "ngram") as lm:
         endless = lm.submit(Request([5], SamplingParams(50, ignore_eos=True)), stream=True)
         endless.park()
-        with pytest.raises(EngineError, match="1 requests are under way"):
+        rests = lm.submit(Request([6], SamplingParams(50, ignore_eos=True), background=True), stream=True)
+        with pytest.raises(EngineError, match="2 requests are under way"):
             lm.update_weights(new.named_parameters())
+        rests.cancel()
         endless.cancel()
         assert lm.update_weights(new.named_parameters()) == 1
         assert endless.result(60).finish_reason == "cancelled"

@@ -6,7 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from drafter.drafters.contract import MeasuredWorth
+from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import differing_tokens, warm_up_request
 from drafter.evaluation.measurement import Evaluation, Progress
@@ -106,6 +109,12 @@ def test_each_question_is_answered_several_times(tiny_base: BaseModel) -> None:
     results, _ = evaluate(tiny_base, plan)
     assert (results.questions["sums"]["questions"], results.questions["sums"]["prompts"]) == (4, 12)
     cells = [cell for cell in results.cells if cell.questions == "sums"]
+    assert cells[0].question_by_prompt == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    # The turns of a chat are of one question, all first turns first.
+    assert next(cell for cell in results.cells if cell.questions == "chat").question_by_prompt == [
+        *(0, 0, 0, 1, 1, 1, 2, 2, 2),
+        *(0, 0, 0, 2, 2, 2),
+    ]
     assert {cell.arm.method: len(cell.tokens[0]) for cell in cells}["memory"] == 12
     assert all(cell.differing_tokens == 0 for cell in cells)
     assert [cell.arm.method for cell in cells] == ["plain decoding", "memory"]
@@ -148,6 +157,7 @@ def test_a_missing_token_differs() -> None:
         ({"drafters": ()}, "drafters must be at least one value"),
         ({"drafters": ("a", "a")}, "none of them twice"),
         ({"drafters": ("none",)}, "none is no drafter"),
+        ({"drafters": ("a/x/head", "ngram", "b/x/head")}, "a/x/head and b/x/head would both be called x in the tables"),
         ({"num_draft_tokens": (16, 0)}, "num_draft_tokens must be at least 1, not 0"),
         ({"batches": (-1,)}, "batches must be at least 1, not -1"),
         ({"rounds": 0}, "rounds must be at least 1"),
@@ -178,6 +188,31 @@ def test_what_does_not_fit_is_refused(tiny_base: BaseModel) -> None:
         run(drafters=("nobody",))
     with pytest.raises(LoadError, match=r"nothing to measure: only a draft head has a static tree \(trees: static\)"):
         run(trees=("static",))
+
+
+def test_a_head_with_other_weights_has_other_results(tiny_base: BaseModel, tmp_path: Path) -> None:
+    name = saved_head(tiny_base, "ctc", tmp_path)
+
+    def identity() -> str:
+        evaluation = Evaluation(tiny_base, LetterTokenizer(), QUESTIONS, Plan((name,), ("exact",), batches=(1,)))
+        return evaluation.describe("a command", dict.fromkeys(QUESTIONS, "a file")).identity
+
+    before = identity()
+    assert identity() == before
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({key: tensor * 2 for key, tensor in weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert identity() != before
+
+
+def test_a_head_begins_with_what_its_trees_were_worth(tiny_base: BaseModel, tmp_path: Path) -> None:
+    """So it does in jobs."""
+    head = make_head(tiny_base, "ctc")
+    history = [{"step": 8, "beta": {"4": 2.5}}]
+    head.provenance = Provenance("tiny", tiny_base.fingerprint, {"history": history})
+    save_head(head, tmp_path)
+    plan = Plan((str(tmp_path),), ("chain",), batches=(1,))
+    drafter = Evaluation(tiny_base, LetterTokenizer(), QUESTIONS, plan)._drafter(Arm(str(tmp_path), "chain", 4))
+    assert drafter.worth == load_drafter(str(tmp_path), tiny_base, 4).worth == MeasuredWorth((4,), (1.5,))
 
 
 def test_drafters_are_called_by_the_last_parts_of_their_folders() -> None:

@@ -20,14 +20,21 @@ def test_an_input_of_the_generation_job_is_read_as_it_is_there(tmp_path: Path) -
         {"role": "assistant", "content": "B."},
         {"role": "user", "content": "C?"},
     ]
-    lines = [{"prompt": "Say this.", "question": "Not this."}, {"messages": chat}]
-    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    assert [one.turns for one in read_questions(file)] == [("Say this.",), ("A?", "C?")]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "D"}, {"type": "text", "text": "E?"}]}]
+    lines = [{"prompt": "Say this.", "question": "Not this."}, {"messages": chat}, {"messages": parts}]
+    file.write_text("\ufeff" + "".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
+    assert [one.turns for one in read_questions(file)] == [("Say this.",), ("A?", "C?"), ("D\nE?",)]
 
 
 def test_both_formats_are_read(tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
-    chat = {"question_id": 81, "category": "writing", "turns": ["Say\u2028this.", "Now that."], "reference": ["x"]}
+    chat = {
+        "question_id": None,
+        "id": 81,
+        "category": "writing",
+        "turns": ["Say\u2028this.", "Now that."],
+        "reference": ["x"],
+    }
     file.write_text(json.dumps(chat, ensure_ascii=False) + '\n\n{"question": "How many?", "answer": "3"}\n')
     assert read_questions(file) == [
         Question("81", "writing", ("Say\u2028this.", "Now that.")),
@@ -52,6 +59,8 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
         (b'{"messages": ["a"]}', "line 1: its messages must be a list of {role, content}"),
         (b'{"messages": [{"role": "system", "content": "a"}]}', "line 1: a message of the role 'system'"),
         (b'{"messages": [{"role": "user"}]}', "line 1: its messages must hold texts"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "line 1: its messages must hold texts"),
+        (b'{"question": [[], []]}', "line 1: its question must hold texts"),
         (
             b'{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}',
             "line 1: its messages have an image, which is not evaluated",
@@ -72,7 +81,11 @@ def test_a_question_with_functions_has_their_schemas_before_it(tmp_path: Path) -
     """As in BFCL, whose turns are lists of messages."""
     file, add = tmp_path / "questions.jsonl", {"name": "add", "parameters": {"type": "dict"}}
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}
-    row = {"id": "simple_0", "question": [[system, user], [{"role": "user", "content": "And 3?"}]], "function": [add]}
+    row = {
+        "id": "simple_0",
+        "question": [[system, user], [], [{"role": "user", "content": "And 3?"}]],
+        "function": [add],
+    }
     file.write_text(json.dumps(row))
     (question,) = read_questions(file)
     assert (question.name, len(question.turns)) == ("simple_0", 2)

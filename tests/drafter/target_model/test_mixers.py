@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from drafter.drafters.contract import PlainDecoding
+from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
+from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.target_model import mixers, tree_mixing, tree_scan
 from drafter.target_model.mixers import Mixer
@@ -127,3 +130,10 @@ def test_the_plan_counts_what_kernels_keep_of_a_node() -> None:
     assert found["mamba"].node == 3 * (3 * 48 + 8) * 4  # inputs, what is written and steps of 48 channels, and a key
     own = BaseModel(hybrid_model("mamba"), native=False).cache_bytes
     assert own.node == own.slot // 3  # all of the state, as no kernel for trees is known
+
+
+def test_a_model_without_positions_has_no_longest_request_of_its_own() -> None:
+    base = BaseModel(hybrid_model("mamba", max_position_embeddings=None))
+    assert base.max_positions is None
+    for given, expected in ((None, DEFAULT_MAX_LENGTH), (3000, 3000)):
+        assert Engine(base, PlainDecoding(), None, EngineConfig(1, given)).max_length == expected

@@ -166,6 +166,12 @@ def test_a_trained_head_goes_on_from_where_it_was(
     assert after.provenance is not None
     assert after.config == before.config
     assert after.provenance.training["start"] == before.provenance.training
+    assert after.provenance.training["draft_vocabulary"]["tokens"] == 64
+    # The head that it began with is one of those to choose from.
+    assert list(more.betas) == [0, 4]
+    assert more.betas[0] == pytest.approx(before.provenance.training["history"][-1]["beta"])
+    chosen = max(more.betas, key=lambda step: (more.betas[step]["16"], step))
+    assert after.provenance.training["history"][-1]["step"] == chosen
     assert before.vocabulary is not None
     assert after.vocabulary is not None
     assert torch.equal(after.vocabulary.tokens, before.vocabulary.tokens)
