@@ -5,7 +5,6 @@ A worker does it, which imports no model code: that takes seconds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from drafter.errors import PromptTooLongError, RequestError, shown
+from drafter.half_characters import parsed_json, refuse_half_characters
 from drafter.images.messages import has_images
 from drafter.prompt import Prompt
 from drafter.prompt_kinds import is_tokens, plain
@@ -24,7 +24,6 @@ from drafter.text.tokenizers import (
     load_tokenizer,
     longest_token,
     refuse_endless,
-    refuse_half_characters,
     refuse_long,
     tokenise_each,
 )
@@ -174,7 +173,9 @@ def _from_json(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return parsed_json(value) if value.strip() else None
+    except RequestError as error:
+        raise RowError("BadPrompt", f"column {column!r}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise RowError("BadPrompt", f"column {column!r} is not JSON, but {shown(value)}: {error}") from error
 

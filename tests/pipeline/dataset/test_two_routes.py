@@ -71,7 +71,9 @@ def said(kind: str) -> tuple[list[Any], list[Any]]:
     if kind == "prompt":
         return ["What?", "Who?"], [None, " ", "Is <image> red?", "<image><image>", long]
     url = {"type": "image_url", "image_url": {"url": URI}}
+    half = {"type": "text", "text": "\ud83d"}
     contents: list[Any] = ["<image>", long, [PLACE, TEXT], [url, TEXT], [TEXT, PLACE, url], [{"type": "sound"}]]
+    contents += ["\ud83d", [url, half]]
     others = [json.dumps([{"role": "user", "content": one}]) for one in contents]
     return [json.dumps([{"role": "user", "content": one}]) for one in ("What?", [TEXT])], [
         *others,
@@ -131,6 +133,23 @@ def test_a_row_has_one_prompt_or_one_error(
         assert block == table
         assert handed_on is not None
         assert_alike(list(handed_on), list(stage))
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_half_a_character_in_messages_as_text_is_an_error_of_its_row(
+    root: Path, seeing: Path, model: Path, sees: bool
+) -> None:
+    name, half = str(seeing) if sees else str(model), {"type": "text", "text": "\ud83d"}
+    url = {"type": "image_url", "image_url": {"url": URI}}
+    contents: list[Any] = ["What?", "\ud83d", [half, url] if sees else [half]]
+    table = pa.table({"messages": [json.dumps([{"role": "user", "content": one}]) for one in contents]})
+    read = ImageReading(ImageLimits(1 << 20, 100_000, 2)) if sees else None
+    source = PromptSource("messages", "messages")
+    asks = PromptSettings(name, False, source, ReadingConfig(chat=False), SamplingParams(), LONGEST, images=read)
+    stage = make_prompts(table, asks, encoder_of(name, False, sees))
+    assert isinstance(stage[0], Prompt)
+    assert list(stage[1:]) == ["column 'messages': it has half a character: an unpaired surrogate"] * 2
+    assert_alike(prompts_of_job(table, "messages", asks, root), list(stage))
 
 
 @pytest.mark.parametrize(
