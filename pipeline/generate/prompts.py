@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 MESSAGES, TEXT, IDS = "messages", "prompt", "prompt_token_ids"
 PROMPTS = (MESSAGES, TEXT, IDS)
 """Columns that have the prompt of a call, or of a row of a dataset; the first that there is counts."""
+_TOKENS = 2**31  # more than any vocabulary has; ids below it fit the columns in which prompts travel
 Written = str | Chat | Prompt
 """A text, a chat as its template writes it, or what needs no tokeniser any more."""
 
@@ -230,6 +231,8 @@ def _token_ids(ids: Any, images: Sequence[Any]) -> Prompt:
         raise RowError("BadPrompt", f"column {IDS!r} has no places for images: give {MESSAGES} or a {TEXT}")
     if not is_tokens(ids):
         raise RowError("BadPrompt", f"column {IDS!r} must be a list of token ids, not {shown(ids)}")
+    if strange := [int(token) for token in ids if not 0 <= token < _TOKENS]:
+        raise RowError("BadPrompt", f"column {IDS!r} has {shown(strange[0])}, which is no token's id")
     return Prompt([int(token) for token in ids])
 
 

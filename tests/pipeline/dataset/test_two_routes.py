@@ -152,6 +152,22 @@ def test_half_a_character_in_messages_as_text_is_an_error_of_its_row(
     assert_alike(prompts_of_job(table, "messages", asks, root), list(stage))
 
 
+@pytest.mark.parametrize("sees", [False, True])
+def test_numbers_that_are_no_ids_are_errors_of_their_rows(seeing: Path, model: Path, sees: bool) -> None:
+    table = pa.table({"prompt_token_ids": [[5, 6], [5, 2**31], [-1], [5, 2**31 - 1], [2**62]]})
+    name, read = str(seeing) if sees else str(model), ImageReading(ImageLimits(1 << 20, 100_000, 2)) if sees else None
+    source = PromptSource("prompt_token_ids")
+    asks = PromptSettings(name, False, source, ReadingConfig(chat=False), SamplingParams(), LONGEST, images=read)
+    stage = make_prompts(table, asks, encoder_of(name, False, sees))
+    assert stage[::3] == [Prompt([5, 6]), Prompt([5, 2**31 - 1])]
+    for place, strange in ((1, 2**31), (2, -1), (4, 2**62)):
+        assert stage[place] == f"column 'prompt_token_ids' has {strange}, which is no token's id"
+    if sees:
+        _, handed_on = take_prompts(add_prompts(table, asks))
+        assert handed_on is not None
+        assert_alike(list(handed_on), list(stage))
+
+
 @pytest.mark.parametrize(
     ("column", "value", "why"),
     [
