@@ -8,12 +8,13 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from drafter.errors import RequestError, shown
+from drafter.half_characters import refuse_half_characters
 from drafter.images.messages import images_apart
 from drafter.images.opening import ImageLimits
 from drafter.prompt import Prompt
 from drafter.text.chat import encode_chat
 from drafter.text.conversation import Conversation
-from drafter.text.tokenizers import longest_token, refuse_endless, refuse_half_characters, tokenise
+from drafter.text.tokenizers import longest_token, refuse_endless, tokenise
 
 if TYPE_CHECKING:  # it imports transformers' models
     from drafter.images.processor import ImageProcessor

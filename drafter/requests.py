@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafter.errors import LoadError, RequestError, first_line, shown, unknown_setting
+from drafter.half_characters import refuse_half_characters
 from drafter.prompt import Prompt, TextKey
 from drafter.statistics import DecodeCounts, mean_acceptance_length
 from drafter.structured_outputs import StructuredOutputs
@@ -189,13 +190,13 @@ class SamplingParams:
 
     def _keep_texts(self, name: str, most: int) -> None:
         """Check a setting that is one string or several, and keep it as a tuple."""
-        given = getattr(self, name)
-        given = (given,) if isinstance(given, str) else given
+        given = (given,) if isinstance(given := getattr(self, name), str) else given
         texts = _checked_list(name, given, "non-empty strings", lambda one: isinstance(one, str) and one != "")
         if len(texts) > most:
             raise RequestError(f"{name} may have up to {most} strings, not {len(texts)}")
         if (longest := max(map(len, texts), default=0)) > LONGEST_STOP:
             raise RequestError(f"{name} may have strings of up to {LONGEST_STOP} characters, not {longest}")
+        refuse_half_characters(texts, name)
         object.__setattr__(self, name, texts)
 
     @property
@@ -382,9 +383,7 @@ class TokenDelta:
     text: str  # without characters with missing bytes, and possible beginnings of a stop string: they are held back
     accepted: int  # number of draft tokens among `token_ids`
     logprobs: list[TokenLogprob] | None = None
-    forced: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (start, end) of parts of `text`, as `Generation.forced`
+    forced: list[tuple[int, int]] = field(default_factory=list)  # (start, end) in `text`, as `Generation.forced`
     reasoning_content: str = ""  # more of it, before all text
     marked: str | None = field(default=None, repr=False)  # as `Generation.marked`
 

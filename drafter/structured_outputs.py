@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafter.calls import Calls
 from drafter.errors import RequestError, shown, unknown_setting
+from drafter.half_characters import refuse_half_characters
 
 if TYPE_CHECKING:
     from drafter.record_types import RecordType
@@ -61,12 +62,7 @@ class StructuredOutputs:
             raise RequestError(
                 f"structured_outputs.{given[0]} may have up to {LONGEST} characters, and has {length}: make it smaller"
             )
-        try:
-            "".join(self.choice or self.regex or self.grammar or "").encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"structured_outputs.{given[0]} has {error.object[error.start]!r}, half a character: remove it"
-            ) from error
+        refuse_half_characters(self._text(), f"structured_outputs.{given[0]}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "record_type": None}
@@ -132,7 +128,6 @@ def _schema_text(schema: Any) -> str:
         if isinstance(schema, str):
             schema = json.loads(schema, parse_constant=_refuse_constant)
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs.json is not JSON: {str(error) or 'it is nested too deeply'}") from error
     if not isinstance(schema, dict | bool):

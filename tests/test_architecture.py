@@ -69,6 +69,7 @@ WALLS = {
         "drafter.drafters.registry",
         "drafter.drafters.slots",
         "drafter.errors",
+        "drafter.half_characters",
         "drafter.plugins",
         "drafter.requests",
         "drafter.statistics",

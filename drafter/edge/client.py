@@ -18,6 +18,7 @@ from drafter.edge.drafting import Drafting, DraftTree, NoTarget
 from drafter.edge.link import Link, LinkClosedError
 from drafter.edge.messages import Close, Error, Message, Open, Opened, Verified
 from drafter.errors import EngineError, LoadError, RequestError
+from drafter.half_characters import refuse_half_characters
 from drafter.plugins import registered
 from drafter.requests import Generation, SamplingParams, TokenDelta
 from drafter.statistics import DecodeCounts
@@ -108,7 +109,7 @@ class EdgeLM:
         Without a temperature it is greedy, and without `max_new_tokens` up to 256 tokens.
 
         Raises:
-            RequestError: A setting cannot be used.
+            RequestError: The prompt or a setting cannot be used.
         """
         given = vars(sampling) if isinstance(sampling, SamplingParams) else sampling or {}
         try:
@@ -119,6 +120,7 @@ class EdgeLM:
             raise RequestError("a server does not send log-probabilities to a device: leave out logprobs")
         settings = _body(chosen) | ({} if self.model is None else {"model": self.model})
         if isinstance(prompt, str):
+            refuse_half_characters(prompt)
             asked = {"prompt": list(tokenise(self.tokenizer, [prompt])["input_ids"][0])}
         elif isinstance(prompt, Conversation):
             asked = {name: value for name, value in vars(prompt).items() if value is not None}

@@ -125,14 +125,6 @@ def forget_words(tokenizer: Any) -> None:
         model._clear_cache()
 
 
-def refuse_half_characters(prompt: Any) -> None:
-    """Raise `RequestError` if a text, or one in messages, has an unpaired surrogate: no tokeniser takes it."""
-    try:
-        (prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)).encode()
-    except UnicodeEncodeError as error:
-        raise RequestError("the prompt has half a character: an unpaired surrogate") from error
-
-
 def refuse_endless(text: str, max_length: float, longest: int) -> None:
     """Raise `PromptTooLongError` for a text that is more than `max_length` tokens of up to `longest` characters."""
     # To tokenise it would take minutes and gigabytes.

@@ -18,10 +18,10 @@ import ray.data
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.errors import RequestError, one_line, unknown_setting
+from drafter.half_characters import refuse_half_characters
 from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, naming_mistakes
 from drafter.text.reasoning import Reasoning
-from drafter.text.tokenizers import refuse_half_characters
 from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import HELPER_CPUS, Cluster, connect, share_out
 from pipeline.dataset.prompt_stage import Made, add_prompts, make_prompts, prompt_kind, take_prompts

@@ -7,6 +7,7 @@ engine are those that it is working on, or about to.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,13 +16,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
+from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError, one_line
 from drafter.requests import SamplingParams
 from pipeline.engines.ledger import ALONE_FROM, RowKey, RowOutcome
 from pipeline.engines.models import capacity
 from pipeline.errors import JobError, ProblemType, RowError
 from pipeline.progress.board import BEAT_SECONDS
 
+logger = logging.getLogger(__name__)
+
+_OF_THE_ROW = (ValueError, TypeError, ArithmeticError, LookupError, RecursionError)
+"""What Python and libraries raise about a value that nobody has thought of. An engine that has failed, a device, memory
+and files raise others: these are no row's fault."""
 _PULSE_SECONDS = (1.0, 5.0)
 """Shortest and longest pause between ledger calls while the engine has rows to go on with: one covers many rows."""
 _LEDGER_SHARE = 0.02
@@ -101,6 +107,7 @@ class Feeder:
         self._inside = 0
         self._suspect_inside = self._closed = False
         self._failure: Exception | None = None
+        self._told = set[type]()
         self._pause = _PULSE_SECONDS[0]
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="feeder", daemon=True).start()
@@ -206,6 +213,13 @@ class Feeder:
             handle = self._submit(row.request)
         except RequestError as error:
             self._leave(row, RowError("Refused", str(error), row.deaths + 1))
+        except _OF_THE_ROW as error:
+            # It would end each engine that the row enters, with all rows beside it.
+            if type(error) not in self._told:  # a million rows may have the same mistake
+                self._told.add(type(error))
+                logger.exception("row %r: the engine cannot take it", row.key.request_id)
+            why = f"the engine cannot take it: {type(error).__name__}: {one_line(error)}"
+            self._leave(row, RowError("Refused", why, row.deaths + 1))
         else:
             handle.future.add_done_callback(lambda _: self._leave(row, handle))
 

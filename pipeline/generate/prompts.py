@@ -5,7 +5,6 @@ A worker does it, which imports no model code: that takes seconds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from drafter.errors import PromptTooLongError, RequestError, shown
+from drafter.half_characters import parsed_json, refuse_half_characters
 from drafter.images.messages import has_images
 from drafter.prompt import Prompt
 from drafter.prompt_kinds import is_tokens, plain
@@ -24,7 +24,6 @@ from drafter.text.tokenizers import (
     load_tokenizer,
     longest_token,
     refuse_endless,
-    refuse_half_characters,
     refuse_long,
     tokenise_each,
 )
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 MESSAGES, TEXT, IDS = "messages", "prompt", "prompt_token_ids"
 PROMPTS = (MESSAGES, TEXT, IDS)
 """Columns that have the prompt of a call, or of a row of a dataset; the first that there is counts."""
+_TOKENS = 2**31  # more than any vocabulary has; ids below it fit the columns in which prompts travel
 Written = str | Chat | Prompt
 """A text, a chat as its template writes it, or what needs no tokeniser any more."""
 
@@ -174,7 +174,9 @@ def _from_json(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return parsed_json(value) if value.strip() else None
+    except RequestError as error:
+        raise RowError("BadPrompt", f"column {column!r}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise RowError("BadPrompt", f"column {column!r} is not JSON, but {shown(value)}: {error}") from error
 
@@ -229,6 +231,8 @@ def _token_ids(ids: Any, images: Sequence[Any]) -> Prompt:
         raise RowError("BadPrompt", f"column {IDS!r} has no places for images: give {MESSAGES} or a {TEXT}")
     if not is_tokens(ids):
         raise RowError("BadPrompt", f"column {IDS!r} must be a list of token ids, not {shown(ids)}")
+    if strange := [int(token) for token in ids if not 0 <= token < _TOKENS]:
+        raise RowError("BadPrompt", f"column {IDS!r} has {shown(strange[0])}, which is no token's id")
     return Prompt([int(token) for token in ids])
 
 

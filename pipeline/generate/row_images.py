@@ -19,6 +19,7 @@ from PIL import Image
 from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
+from drafter.half_characters import parsed_json
 from drafter.images.messages import PLACE, take_images
 from drafter.images.opening import GivenImage, ImageLimits, given_image, image_digest, is_data, open_image, unwrapped
 from pipeline.command_line import say
@@ -248,7 +249,7 @@ def row_sources(row: dict[str, Any], prompts: PromptSource, given: Sequence[Any]
     messages = row.get(prompts.column)
     if isinstance(messages, str):
         try:
-            messages = json.loads(messages)
+            messages = parsed_json(messages)
         except (ValueError, RecursionError):
             return []  # what is wrong is said where the prompt is made
     taken, sources = take_images(messages, given)

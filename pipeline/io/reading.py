@@ -21,6 +21,7 @@ import pyarrow.parquet
 from pyarrow import fs
 
 from drafter.errors import one_line
+from drafter.half_characters import refuse_half_characters
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.arrays import largest_row, plain, refuse_unsafe
 from pipeline.io.column_types import as_text, infer_column, refuse_many_columns
@@ -336,10 +337,7 @@ def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None
     if text.count("{") + text.count("[") > _DEEPEST and _levels(record) > _DEEPEST:
         raise ValueError(f"the line is nested too deeply: more than {_DEEPEST} levels")
     if "\\ud" in text.lower():
-        try:
-            json.dumps(record, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError("the line has half a character: an unpaired surrogate") from error
+        refuse_half_characters(record, "the line")
     if text_column is not None and not isinstance(record.get(text_column), str | None):
         raise ValueError(f"{text_column!r} is {as_text(record[text_column])}, not text")
     if json_column in record:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
+from drafter.calls import CallForm, Calls
 from drafter.drafters.contract import PlainDecoding
 from drafter.engine.engine import Engine
-from drafter.errors import LoadError
+from drafter.errors import LoadError, RequestError
 from drafter.requests import (
     Request,
     ResolvedSampling,
@@ -115,6 +116,28 @@ def test_an_engine_refuses_a_model_that_asks_for_beams(tmp_path: Path) -> None:
     base = load_base(folder_with(tmp_path, num_beams=3), device="cpu")
     with pytest.raises(LoadError, match="num_beams 3"):
         Engine(base, PlainDecoding(), SpellingTokenizer())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bad_words", ["a", "\ud83d"]),
+        ("stop", "a\udc00"),
+        *(
+            (f"structured_outputs.{kind}", {kind: value})
+            for kind, value in {
+                "choice": ["\ud83d"],
+                "regex": "[\ud83d]",
+                "grammar": 'start: "\ud83d"',
+                "json": {"const": "\ud83d"},
+                "calls": Calls(CallForm(), (("\ud83d", "{}"),)),
+            }.items()
+        ),
+    ],
+)
+def test_half_a_character_is_refused_in_each_text(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name} has half a character: an unpaired surrogate$"):
+        SamplingParams(**{name.partition(".")[0]: value})
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from drafter.calls import Calls
 from drafter.confined import BoundError, Bounds, Confined
-from drafter.errors import RequestError
+from drafter.errors import RequestError, one_line
 from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.closing import closed
 from drafter.methods.grammar.endings import ending
@@ -65,6 +65,7 @@ _MOST_TRIES = 200  # places of a schema that are compiled alone to find which on
 
 _LARK_SKIPPED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*')
 _LARK_REFUSED = re.compile(r"%llguidance|%json|\b(?:max_tokens|temperature|stop)(?=\s*=)|@\w+")
+_PLACE_IN_JSON = re.compile(r" at line \d+ column \d+$")  # of a schema as it is written here, which nobody else sees
 
 
 def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[str, int]) -> LLMatcher:
@@ -99,6 +100,17 @@ def _trial() -> Callable[..., str]:
 
 def _tried(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) -> str:
     """Return the grammar of an output, which llguidance can compile, or raise `RequestError`."""
+    try:
+        return _compilable(asked, added, vocabulary)
+    except (RequestError, MemoryError):  # the latter is a limit's
+        raise
+    except Exception as error:  # llguidance's readers have limits of their own, on nesting and on numbers, for example
+        why = _PLACE_IN_JSON.sub("", one_line(error, 200))
+        refused = f"structured_outputs.{asked.kind} cannot be used: {why}: change that part, or leave it out"
+        raise RequestError(refused) from error
+
+
+def _compilable(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) -> str:
     schema = _read(asked.json) if asked.kind == "json" else None
     grammar = _grammar(asked, schema, added)
     matcher = _begun(grammar, _bytes(tuple(added.items()), vocabulary), asked.kind)

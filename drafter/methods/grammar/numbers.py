@@ -105,12 +105,15 @@ def _rounded_up(number: float) -> float:
     try:
         nearest = float(number)
     except OverflowError:
-        return math.copysign(math.inf, number)
+        return math.inf if number > 0 else -math.inf
     return nearest if nearest >= number else math.nextafter(nearest, math.inf)
 
 
 def _whole(low: float, high: float, multiple: Fraction | None) -> list[Part]:
-    least, most = math.ceil(max(low, -_LARGEST)), math.floor(min(high, _LARGEST))
+    low, high = max(low, -_LARGEST), min(high, _LARGEST)
+    if low > high:  # also where a bound is beyond all floats
+        return []
+    least, most = math.ceil(low), math.floor(high)
     part: Part = {"type": "integer", "minimum": least, "maximum": most}
     if least > most:
         return []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from drafter.errors import RequestError, printable
+from drafter.errors import RequestError, printable, shown
 from drafter.methods.grammar.closing import with_names
 from drafter.methods.grammar.disjoint import disjoint
 from drafter.methods.grammar.endings import leading_to_late
@@ -293,7 +293,9 @@ def _check_value(value: Any, place: Place) -> None:
         for one in value.values() if isinstance(value, dict) else value:
             _check_value(one, place)
     elif isinstance(value, int | float) and not _exact(value):
-        raise refusal(place, f"{value} is not exact: use up to {MOST_DIGITS} digits, from 1e-7 to 2**53, or a text")
+        raise refusal(
+            place, f"{shown(value)} is not exact: use up to {MOST_DIGITS} digits, from 1e-7 to 2**53, or a text"
+        )
     elif isinstance(value, str) and any(one < " " and one not in _WRITABLE for one in value):
         raise refusal(place, "control characters other than \\b, \\t, \\n, \\f and \\r cannot be written: remove them")
 

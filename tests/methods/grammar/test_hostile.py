@@ -63,6 +63,7 @@ def _text(**more: Any) -> dict[str, Any]:
     return {"type": "string", **more}
 
 
+_HUGE = 10**400
 REFUSED: dict[str, Any] = {
     "sixty objects in each other": _nested(60, lambda inner: {"type": "object", "properties": {"a": inner}}),
     "anyOf in anyOf": _nested(60, lambda inner: {"anyOf": [inner]}),
@@ -92,10 +93,17 @@ REFUSED: dict[str, Any] = {
     "a conjunction of counters": {
         "allOf": [_text(pattern=f"^.{{0,{index}}}x.{{0,{index * 3}}}y") for index in range(1, 14)]
     },
+    "a default that no float holds": {"default": _HUGE},
+    "a bound that no float holds, of a text": _text(maximum=_HUGE),
+    "a number above all floats": {"type": "number", "minimum": _HUGE},
+    "a whole number below all floats": {"type": "integer", "exclusiveMaximum": -_HUGE},
+    "127 lists in each other": {"enum": json.loads("[" * 128 + "]" * 128)},
     "patterns that overlap": {"type": "object", "patternProperties": {f"^k{index}.*z$": {} for index in range(100)}},
 }
 FOLLOWED: dict[str, Any] = {
     "bounds of 300 digits": {"type": "number", "minimum": -1.7e308, "maximum": 1.7e308},
+    "bounds beyond all floats": {"type": "number", "minimum": -_HUGE, "exclusiveMaximum": _HUGE},
+    "whole numbers within bounds beyond all floats": {"type": "integer", "exclusiveMinimum": -_HUGE, "maximum": _HUGE},
     "a chain of 3,000 references": _chain(3000, lambda next_one: next_one, {"type": "integer"}),
     "a chain of 2,500 arrays": _chain(2500, lambda next_one: {"items": next_one}, True),
     "references that double": _chain(60, lambda next_one: {"anyOf": [next_one, next_one]}, {"type": "integer"}),

@@ -71,7 +71,9 @@ def said(kind: str) -> tuple[list[Any], list[Any]]:
     if kind == "prompt":
         return ["What?", "Who?"], [None, " ", "Is <image> red?", "<image><image>", long]
     url = {"type": "image_url", "image_url": {"url": URI}}
+    half = {"type": "text", "text": "\ud83d"}
     contents: list[Any] = ["<image>", long, [PLACE, TEXT], [url, TEXT], [TEXT, PLACE, url], [{"type": "sound"}]]
+    contents += ["\ud83d", [url, half]]
     others = [json.dumps([{"role": "user", "content": one}]) for one in contents]
     return [json.dumps([{"role": "user", "content": one}]) for one in ("What?", [TEXT])], [
         *others,
@@ -129,6 +131,39 @@ def test_a_row_has_one_prompt_or_one_error(
     if sees:
         block, handed_on = take_prompts(add_prompts(table, asks))
         assert block == table
+        assert handed_on is not None
+        assert_alike(list(handed_on), list(stage))
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_half_a_character_in_messages_as_text_is_an_error_of_its_row(
+    root: Path, seeing: Path, model: Path, sees: bool
+) -> None:
+    name, half = str(seeing) if sees else str(model), {"type": "text", "text": "\ud83d"}
+    url = {"type": "image_url", "image_url": {"url": URI}}
+    contents: list[Any] = ["What?", "\ud83d", [half, url] if sees else [half]]
+    table = pa.table({"messages": [json.dumps([{"role": "user", "content": one}]) for one in contents]})
+    read = ImageReading(ImageLimits(1 << 20, 100_000, 2)) if sees else None
+    source = PromptSource("messages", "messages")
+    asks = PromptSettings(name, False, source, ReadingConfig(chat=False), SamplingParams(), LONGEST, images=read)
+    stage = make_prompts(table, asks, encoder_of(name, False, sees))
+    assert isinstance(stage[0], Prompt)
+    assert list(stage[1:]) == ["column 'messages': it has half a character: an unpaired surrogate"] * 2
+    assert_alike(prompts_of_job(table, "messages", asks, root), list(stage))
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_numbers_that_are_no_ids_are_errors_of_their_rows(seeing: Path, model: Path, sees: bool) -> None:
+    table = pa.table({"prompt_token_ids": [[5, 6], [5, 2**31], [-1], [5, 2**31 - 1], [2**62]]})
+    name, read = str(seeing) if sees else str(model), ImageReading(ImageLimits(1 << 20, 100_000, 2)) if sees else None
+    source = PromptSource("prompt_token_ids")
+    asks = PromptSettings(name, False, source, ReadingConfig(chat=False), SamplingParams(), LONGEST, images=read)
+    stage = make_prompts(table, asks, encoder_of(name, False, sees))
+    assert stage[::3] == [Prompt([5, 6]), Prompt([5, 2**31 - 1])]
+    for place, strange in ((1, 2**31), (2, -1), (4, 2**62)):
+        assert stage[place] == f"column 'prompt_token_ids' has {strange}, which is no token's id"
+    if sees:
+        _, handed_on = take_prompts(add_prompts(table, asks))
         assert handed_on is not None
         assert_alike(list(handed_on), list(stage))
 

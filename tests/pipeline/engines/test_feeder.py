@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafter.engine.handle import Handle
-from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
+from drafter.errors import EngineError, NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.engines.feeder import Feeder, pause_after
@@ -149,6 +149,31 @@ def test_a_row_whose_time_is_up_is_an_error_and_a_failed_engine_fails_the_call(p
     engine.end("b", RuntimeError("device lost"))
     with pytest.raises(RuntimeError, match="device lost"):
         call.result(PATIENCE)
+
+
+def test_a_row_that_the_engine_cannot_take_is_refused_and_harms_no_other(pool: ThreadPoolExecutor) -> None:
+    engine = SlowEngine(SLOTS)
+    errors: dict[str, Exception] = {"a": OverflowError("too large"), "c": TypeError("no text"), "e": KeyError("x")}
+
+    def submit(request: Request) -> Handle:
+        if request.request_id in errors:
+            raise errors[request.request_id]
+        return engine.submit(request)
+
+    feeder = Feeder(submit, columns, LocalLedger(), SLOTS)
+    call = pool.submit(feeder.generate, "p", requests(dict.fromkeys("abcde", 1)), lambda outcomes: None)
+    engine.end("b")
+    engine.end("d")
+    found = call.result(PATIENCE)
+    assert {name for name, one in found.items() if one.generated is not None} == {"b", "d"}
+    refused = [one.problem for one in found.values() if one.problem is not None]
+    assert [one["type"] for one in refused] == ["Refused"] * 3
+    assert refused[0]["message"] == "the engine cannot take it: OverflowError: too large"
+    for error in (EngineError("a step failed"), MemoryError("no room")):
+        errors["g"] = error
+        call = pool.submit(Feeder(submit, columns, LocalLedger(), SLOTS).generate, "q", requests({"g": 1}), print)
+        with pytest.raises(type(error)):
+            call.result(PATIENCE)
 
 
 def test_a_part_that_is_given_twice_at_once_is_an_error(pool: ThreadPoolExecutor) -> None:

@@ -81,6 +81,7 @@ ROWS: dict[str, Kind] = {
     "own seed endless": sampling({"seed": 10**4000}, "seed must be less than 2**63, not 1000"),
     "settings number": sampling(5, "column 'sampling' must be an object of sampling settings, not 5"),
     "settings list": sampling([{"top_k": 1}], "must be an object of sampling settings, not [{'top_k': 1}]"),
+    "half a character of a bad word": sampling('{"bad_words": ["\\ud83d"]}', "bad_words has half a character"),
     "settings not JSON": sampling("{", "column 'sampling' is not JSON"),
     "seed negative": seed(-1, "seed must be an integer of at least 0, not -1"),
     "seed text": seed("many", "seed must be an integer of at least 0, not 'many'"),

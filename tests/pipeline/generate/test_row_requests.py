@@ -23,6 +23,7 @@ from pipeline.generate.prompts import row_conversation
         ([{"content": "x"}], "message 1 has no role"),
         ([{"role": "user", "content": "x"}, {"role": "user"}], "message 2 has no content"),
         ([{"role": "user", "content": 5}], "content of message 1 must be text or a list of typed parts"),
+        ('[{"role": "user", "content": "\\uD83D"}]', "column 'messages': it has half a character"),
         ([{"role": "user", "content": ["x"]}], "content of message 1 must be text or a list of typed parts"),
     ],
 )
@@ -45,6 +46,8 @@ def test_messages_as_lists_and_as_text_are_the_same() -> None:
 
 
 def test_columns_of_the_template_are_objects() -> None:
-    for name, value in (("tools", "add"), ("tools", 5), ("documents", ["a"]), ("chat_template_kwargs", [1])):
+    half = '[{"text": "\\udc00"}]'
+    wrong = (("tools", "add"), ("tools", 5), ("documents", ["a"]), ("documents", half), ("chat_template_kwargs", [1]))
+    for name, value in wrong:
         with pytest.raises(RowError, match=name):
             row_conversation({"m": [{"role": "user", "content": "x"}], name: value}, "m")

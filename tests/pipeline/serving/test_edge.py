@@ -372,6 +372,8 @@ def test_another_tokeniser_is_refused(plain: SpeculativeLM, address: str) -> Non
     lm.digest = "other"
     with pytest.raises(RequestError, match="the device's tokeniser is not the model's"):
         lm.generate([5, 6])
+    with pytest.raises(RequestError, match="half a character"):
+        lm.generate("\ud83d")
 
 
 def test_keys(plain: SpeculativeLM, verifying: SpeculativeLM, tmp_path: Path) -> None:
