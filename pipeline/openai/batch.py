@@ -66,9 +66,12 @@ def failure_line(custom_id: str | None, place: str, created: int, code: str, mes
     return _line(custom_id, name, None, {"code": code, "message": message})
 
 
-def answered_line(custom_id: str, created: int, status: int, body: str) -> str:
-    """Return the JSON text of the line for a request that was answered with an HTTP status and a body of JSON text."""
-    name = _name(custom_id, created)
+def answered_line(custom_id: str | None, place: str, created: int, status: int, body: str) -> str:
+    """Return the JSON text of the line for a request that was answered with an HTTP status and a body of JSON text.
+
+    It is named by `place` without a `custom_id`.
+    """
+    name = _name(place if custom_id is None else custom_id, created)
     head = to_json({"id": f"batch_req_{name}", "custom_id": custom_id})[:-1]
     response = f'{{"status_code":{status},"request_id":"req_{name}","body":{body}}}'
     return f'{head},"response":{response},"error":null}}'

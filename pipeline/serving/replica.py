@@ -49,7 +49,7 @@ from pipeline.openai.answers import (
     response,
     token_text,
 )
-from pipeline.openai.errors import OpenAIError, not_finite, to_json
+from pipeline.openai.errors import OpenAIError, not_finite, server_error, to_json
 from pipeline.openai.requests import ParsedRequest, Prompt
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
@@ -324,7 +324,7 @@ class Answers:
             case EngineError():
                 return interrupted()
         logger.exception("A request failed")
-        return OpenAIError(500, "The server had an error.", code="internal_error")
+        return server_error()
 
 
 def _characters(prompts: Sequence[Prompt]) -> int:

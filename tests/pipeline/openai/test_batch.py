@@ -267,6 +267,7 @@ def test_a_batch_of_a_model_that_reasons_with_tools_and_records(run: Run, model:
         ({"url": COMPLETION}, "prompt"),
         ({"body": "[1]"}, None),
         ({"body": "{"}, None),
+        ({"body": '{"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": 1e999}}}]}'}, None),
         ({"body": json.dumps({"model": "m", "messages": HELLO, "stream": True})}, "stream"),
         ({"body": json.dumps({"model": "m", "messages": HELLO, "return_token_ids": True})}, "return_token_ids"),
         ({"body": json.dumps({"model": "m", "messages": HELLO, "prompt_logprobs": 0})}, "prompt_logprobs"),
