@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -38,10 +38,11 @@ def batch_bytes(output: OutputFolder) -> dict[str, int]:
     return {file.name: file.info.size for file in (output.batch_output, output.batch_errors) if file.exists}
 
 
-def write_batch(output: OutputFolder, staged: StagedInput, model: str) -> None:
+def write_batch(output: OutputFolder, staged: StagedInput, made: Collection[str], model: str) -> None:
     """Write `batch_output.jsonl`, and `batch_errors.jsonl` if there are errors, each atomically.
 
-    The lines are in the order of the input, and the same whenever they are written.
+    The lines are in the order of the input, and the same whenever they are written. Of the columns of the rows the job
+    has `made` these; others are the input's, whatever their names.
     """
 
     @cache
@@ -57,7 +58,7 @@ def write_batch(output: OutputFolder, staged: StagedInput, model: str) -> None:
     with ExitStack() as files:
         answers = files.enter_context(output.batch_output.open_whole())
         errors = None
-        for line in _lines(output, staged, text, tokenizer):
+        for line in _lines(output, staged, made, text, tokenizer):
             if line["response"] is not None and line["response"]["status_code"] == 200:
                 stream = answers
             else:
@@ -66,32 +67,42 @@ def write_batch(output: OutputFolder, staged: StagedInput, model: str) -> None:
 
 
 def _lines(
-    output: OutputFolder, staged: StagedInput, text: TokenText, tokenizer: Callable[[], Any]
+    output: OutputFolder,
+    staged: StagedInput,
+    made: Collection[str],
+    text: TokenText,
+    tokenizer: Callable[[], Any],
 ) -> Iterator[dict[str, Any]]:
     created = staged.created
-    for _, rows in groupby(_committed(output, staged), key=lambda row: row_name(row["request_id"])):
-        choices = list(rows)
-        failed = [row for row in choices if "error_type" in row]
+    for _, rows in groupby(_committed(output, staged), key=lambda one: row_name(one[0]["request_id"])):
+        several = list(rows)
+        failed = [row for row, has_failed in several if has_failed]
         if failed:
             yield _error_line(failed[0], created)
         else:
+            choices = [row for row, _ in several]
             request = parse_line(choices[0])
             if request.tools is not None:
                 request = request.for_model(tokenizer())
-            generations = [_generation_of(row, request, tokenizer) for row in choices]
+            generations = [_generation_of(_only(row, made), request, tokenizer) for row in choices]
             yield answer_line(request, choices[0]["custom_id"], generations, created, text)
 
 
-def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[Row]:
-    # Finished rows and errors together, in the order of the input.
+def _only(row: Row, made: Collection[str]) -> Row:
+    # What a run has not made must not be taken from an input's column of that name, such as `lossless`.
+    return {name: value for name, value in row.items() if name in made or name == "request_id"}
+
+
+def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[tuple[Row, bool]]:
+    # Finished rows and errors together, in the order of the input, and whether they have failed.
     finished, errors = _rows(output.data), _rows(output.errors)
     row, error = next(finished, None), next(errors, None)
     for name in staged.request_ids():
         if row is not None and row["request_id"] == name:
-            yield row
+            yield row, False
             row = next(finished, None)
         elif error is not None and error["request_id"] == name:
-            yield error
+            yield error, True
             error = next(errors, None)
         else:
             raise RuntimeError(f"row {name} is neither in the output nor among the errors")
