@@ -185,6 +185,6 @@ def _batch_request(
     except (OpenAIError, RequestError) as error:
         raise RowError("BadRequest", str(error)) from error
     own_seed = asked.settings.get("seed")
-    seed = hashed_seed(settings.sampling.seed, seed_name) if own_seed is None else sample_seed(own_seed, sample)
+    seed = hashed_seed(settings.sampling.seed, seed_name) if own_seed is None else asked.seed_of(sample, own_seed)
     images = [(one, one) for one in asked.images]  # they have nothing else to be checked by than their addresses
     return written(asked.prompts[sample // asked.n], images, settings, encoder), replace(sampling, seed=seed)

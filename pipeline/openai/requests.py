@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from drafter.errors import RequestError
 from drafter.images.messages import take_images
 from drafter.other_names import NOT_SUPPORTED, OURS
-from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
+from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams, sample_seed
 from drafter.structured_outputs import CallOutputs
 from drafter.text.conversation import Conversation
 from pipeline.openai.errors import (
@@ -95,6 +95,10 @@ class ParsedRequest:
     def choices(self) -> int:
         """Number of texts to generate: `n` of the first prompt, then `n` of the next."""
         return self.n * len(self.prompts)
+
+    def seed_of(self, choice: int, seed: int) -> int:
+        """Return the seed of one of the `choices`, given the request's: the choices of each prompt have the same."""
+        return sample_seed(seed, choice % self.n)
 
     @property
     def is_chat(self) -> bool:

@@ -29,7 +29,7 @@ from drafter.errors import (
 )
 from drafter.llm import SpeculativeLM
 from drafter.prompt import Prompt as EncodedPrompt
-from drafter.requests import Generation, Request, TokenDelta, sample_seed, sampling_defaults
+from drafter.requests import Generation, Request, TokenDelta, sampling_defaults
 from drafter.salted import kept_for
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import forget_words, refuse_long
@@ -278,7 +278,7 @@ class Answers:
         requests = []
         for ids in prompts:
             for choice in range(request.n):
-                own = replace(sampling, seed=sample_seed(sampling.seed, choice))
+                own = replace(sampling, seed=request.seed_of(choice, sampling.seed))
                 scored = None if choice else request.scored
                 # A row in the background may wait for as long as there are live ones; its batch has its own deadline.
                 seconds = None if call.background else self._seconds
