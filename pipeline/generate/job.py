@@ -154,7 +154,8 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> tuple[Progress,
     status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
     if job.prompts.kind == "openai":
         made = [column.name for column in _columns_of(job, staged.row_type)]
-        write_batch(output, staged, made, without_secrets(job.config.model or model_name(None)))
+        trusted = job.config.loading.trust_remote_code
+        write_batch(output, staged, made, job.config.model, trust_remote_code=trusted)
     output.delete_temporary()
     output.drop_temporary()
     output.unfinished.delete()

@@ -14,6 +14,7 @@ import pyarrow.parquet
 
 from drafter.requests import Generation, SamplingParams
 from drafter.statistics import DecodeCounts
+from pipeline.cluster.model_copies import model_name
 from pipeline.errors import ProblemType
 from pipeline.io.files import Location
 from pipeline.io.parts import StagedInput, row_name
@@ -38,18 +39,25 @@ def batch_bytes(output: OutputFolder) -> dict[str, int]:
     return {file.name: file.info.size for file in (output.batch_output, output.batch_errors) if file.exists}
 
 
-def write_batch(output: OutputFolder, staged: StagedInput, made: Collection[str], model: str) -> None:
+def write_batch(
+    output: OutputFolder,
+    staged: StagedInput,
+    made: Collection[str],
+    model: str | None,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
     """Write `batch_output.jsonl`, and `batch_errors.jsonl` if there are errors, each atomically.
 
     The lines are in the order of the input, and the same whenever they are written. Of the columns of the rows the job
-    has `made` these; others are the input's, whatever their names.
+    has `made` these; others are the input's, whatever their names. `model` is as in settings.
     """
 
     @cache
     def tokenizer() -> Any:  # only answers with log-probabilities or tools need it
         from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import
 
-        return load_tokenizer(model)
+        return load_tokenizer(model_name(model), trust_remote_code=trust_remote_code)
 
     @cache
     def text(token: int) -> str:

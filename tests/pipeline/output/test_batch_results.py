@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.io.files import locate
+from pipeline.openai.answers import token_text
 from pipeline.output.batch_results import write_batch
 from pipeline.output.folder import OutputFolder
 
@@ -36,7 +38,7 @@ def line(custom_id: Any = "a", **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": text}
 
 
-def written(folder: Path, finished: list[Any], errors: list[Any]) -> dict[str, list[Any]]:
+def written(folder: Path, finished: list[Any], errors: list[Any], model: str = "no model") -> dict[str, list[Any]]:
     """Return the lines of the files of a batch with these rows, by the files' names."""
     for name, rows in (("data", finished), ("errors", errors)):
         (folder / name).mkdir()
@@ -44,7 +46,7 @@ def written(folder: Path, finished: list[Any], errors: list[Any]) -> dict[str, l
             pyarrow.parquet.write_table(pa.Table.from_pylist(rows), folder / name / "part.parquet")
     names = sorted(row["request_id"] for row in [*finished, *errors])
     staged: Any = SimpleNamespace(created=1, request_ids=lambda: iter(names))
-    write_batch(OutputFolder(locate(str(folder))), staged, MADE, "no model")
+    write_batch(OutputFolder(locate(str(folder))), staged, MADE, model)
     files = sorted(folder.glob("*.jsonl"))
     return {file.name: [json.loads(text) for text in file.read_text().splitlines()] for file in files}
 
@@ -61,6 +63,16 @@ def test_keys_of_a_line_that_are_no_request_change_no_answer(tmp_path: Path) -> 
         assert (one["custom_id"], answer["choices"][0]["message"]["content"]) == (name, "hello")
         assert "reasoning_content" not in answer["choices"][0]["message"]
         assert "lossless" not in answer
+
+
+def test_tokens_are_told_of_a_model_in_a_bucket(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.cluster.model_copies._COPIES", tmp_path / "copies")
+    logprobs = [{"token_id": 5, "logprob": -1.0, "top": []}]
+    row = {"request_id": "a#0", **line(logprobs=True), **MADE, "logprobs": logprobs}
+    (tmp_path / "out").mkdir()
+    [told] = written(tmp_path / "out", [row], [], f"file://{model}")["batch_output.jsonl"]
+    [token] = told["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert token["token"] == token_text(load_tokenizer(model), 5)
 
 
 @pytest.mark.parametrize(
