@@ -39,7 +39,7 @@ from pipeline.generate.staging import StagingPlan, rows_per_part, stage
 from pipeline.generate.user_functions import PartCalls
 from pipeline.io.files import partials
 from pipeline.io.parts import Part, StagedInput, StagedParts
-from pipeline.output.batch_results import batch_bytes, write_batch
+from pipeline.output.batch_results import BatchRun, batch_bytes, write_batch
 from pipeline.output.columns import OutputColumn, RunTraits, columns_type, wanted_columns
 from pipeline.output.folder import OutputFolder, take_output
 from pipeline.output.lease import Lease
@@ -153,9 +153,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> tuple[Progress,
     before = staged.rows - last.rows
     status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
     if job.prompts.kind == "openai":
-        made = [column.name for column in _columns_of(job, staged.row_type)]
-        trusted = job.config.loading.trust_remote_code
-        write_batch(output, staged, made, job.config.model, trust_remote_code=trusted)
+        write_batch(output, staged, _batch_run(job, staged))
     output.delete_temporary()
     output.drop_temporary()
     output.unfinished.delete()
@@ -246,6 +244,12 @@ def _columns_of(job: Job, row_type: pa.StructType) -> tuple[OutputColumn, ...]:
     # Those that the job's engines have made; see `wanted_columns`.
     lossless = job.engine_facts()["lossless"] is not False
     return wanted_columns(replace(_run_traits(job, row_type), lossless=lossless))
+
+
+def _batch_run(job: Job, staged: StagedInput) -> BatchRun:
+    made = [column.name for column in _columns_of(job, staged.row_type)]
+    trusted, images = job.config.loading.trust_remote_code, None if job.images is None else job.images.limits.images
+    return BatchRun(made, job.config.sampling, job.config.model, trusted, images)
 
 
 def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> tuple[StagedInput, Progress]:

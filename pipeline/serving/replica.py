@@ -22,7 +22,6 @@ from drafter.engine.handle import Handle
 from drafter.errors import (
     EngineError,
     NotFiniteError,
-    PromptTooLongError,
     QueueFullError,
     RequestError,
     RequestTimeoutError,
@@ -50,7 +49,7 @@ from pipeline.openai.answers import (
     token_text,
 )
 from pipeline.openai.errors import OpenAIError, not_finite, server_error, to_json
-from pipeline.openai.requests import ParsedRequest, Prompt
+from pipeline.openai.requests import ParsedRequest, Prompt, refused
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
 from pipeline.serving.config import EdgeConfig
@@ -314,11 +313,8 @@ class Answers:
             case NotFiniteError():
                 logger.error("A request failed: %s", error)
                 return not_finite()
-            case PromptTooLongError():
-                return OpenAIError(400, f"Invalid request: {error}.", code="context_length_exceeded")
             case RequestError():
-                unusable = None if request is None else request.unusable_output(str(error))
-                return unusable or OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
+                return refused(error, request)
             case QueueFullError():
                 return overloaded()
             case EngineError():
