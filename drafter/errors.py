@@ -14,7 +14,9 @@ class RequestError(ValueError):
 
 
 class PromptTooLongError(RequestError):
-    """A request whose prompt leaves no room for output."""
+    """A request whose prompt leaves no room for output. Its message ends with `ADVICE`."""
+
+    ADVICE = "shorten the prompt or raise max_model_len"
 
 
 class RequestTimeoutError(RequestError):

@@ -131,7 +131,7 @@ def refuse_endless(text: str, max_length: float, longest: int) -> None:
     if len(text) > max_length * longest * _COMPOSED:
         raise PromptTooLongError(
             f"the prompt has {len(text)} characters, but prompt and output together may have {max_length} tokens: "
-            "shorten the prompt or raise max_model_len"
+            f"{PromptTooLongError.ADVICE}"
         )
 
 
@@ -140,7 +140,7 @@ def refuse_long(prompt_tokens: int, max_length: int) -> None:
     if prompt_tokens >= max_length:
         raise PromptTooLongError(
             f"the prompt has {prompt_tokens} tokens, but prompt and output together may have {max_length}: "
-            "shorten the prompt or raise max_model_len"
+            f"{PromptTooLongError.ADVICE}"
         )
 
 

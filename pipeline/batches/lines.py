@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +13,12 @@ from typing import Any
 
 from pipeline.batches.records import Counts, Problem
 from pipeline.openai.batch import answered_line, failure_line
-from pipeline.openai.errors import OpenAIError, parse_json, shown, to_json
+from pipeline.openai.errors import OpenAIError, parse_json, server_error, shown, to_json
 
 _MOST_PROBLEMS = 100  # that a batch tells
+_BETWEEN = re.compile(r"[\s:,]*")  # before a name or a value of an object
+
+logger = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,26 @@ class InputLines:
     def read(self, number: int) -> Line:
         with self._file.open("rb") as stream:
             stream.seek(self._offsets[number])
-            given = parse_json(stream.readline())
-        return Line(given["custom_id"], to_json(given["body"]).encode())
+            return _line_of(stream.readline().decode())
+
+
+def _line_of(text: str) -> Line:
+    # The body is what the client wrote, to the byte, as in a live request: nothing that writes it anew can fail.
+    decoder, found = json.JSONDecoder(), dict[str, tuple[Any, str]]()
+    start = _next(text, text.index("{") + 1)
+    while text[start] != "}":
+        name, end = decoder.raw_decode(text, start)
+        start = _next(text, end)
+        value, end = decoder.raw_decode(text, start)
+        found[name] = value, text[start:end]
+        start = _next(text, end)
+    return Line(found["custom_id"][0], found["body"][1].encode())
+
+
+def _next(text: str, place: int) -> int:
+    between = _BETWEEN.match(text, place)
+    assert between is not None
+    return between.end()
 
 
 def check_lines(file: Path, endpoint: str, most: int) -> tuple[InputLines, list[Problem]]:
@@ -91,7 +114,7 @@ class Result:
     """What a request came to: the HTTP status and JSON text of its answer."""
 
     number: int
-    custom_id: str
+    custom_id: str | None
     status: int
     body: str
 
@@ -133,10 +156,17 @@ class Results:
             self._note(line)
 
     def _line(self, result: Result) -> bytes:
+        try:
+            return self._written(result)
+        except Exception:  # an answer that is not what answers are is this line's trouble alone
+            logger.exception("An answer of a line of a batch cannot be kept")
+            return self._written(replace(result, status=500, body=to_json(server_error().body())))
+
+    def _written(self, result: Result) -> bytes:
         usage: dict[str, Any] = json.loads(result.body)["usage"] if result.status == 200 else {}
         cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         tokens = (usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
-        text = answered_line(result.custom_id, self._created, result.status, result.body)
+        text = answered_line(result.custom_id, str(result.number), self._created, result.status, result.body)
         return " ".join([*map(str, (result.number, result.status, *tokens)), text]).encode() + b"\n"
 
     def _note(self, line: bytes) -> None:

@@ -34,7 +34,7 @@ from pipeline.batches.records import (
 )
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.openai.errors import INTERRUPTED, OpenAIError, to_json
+from pipeline.openai.errors import INTERRUPTED, OpenAIError, server_error, to_json
 from pipeline.output.lease import BEAT_SECONDS, Holder, Lease
 
 _TRIES = 3  # of a line whose replica dies with it
@@ -335,12 +335,18 @@ class Batches:
         return None
 
     async def _line(self, run: Run, number: int) -> None:
-        """Have a line answered, and keep the result."""
-        line = await self._kept(run.record, lambda: run.requests.read(number))
-        answered = await self._answered(run, line)
+        """Have a line answered, and keep the result. An error that nobody expects is the result of its line alone."""
+        custom_id = None
+        try:
+            line = await self._kept(run.record, lambda: run.requests.read(number))
+            custom_id = line.custom_id
+            answered = await self._answered(run, line)
+        except Exception:
+            logger.exception("A line of a batch failed")
+            answered = 500, to_json(server_error().body())
         if answered is None:
             return
-        run.unsaved.append(Result(number, line.custom_id, *answered))
+        run.unsaved.append(Result(number, custom_id, *answered))
         async with run.saving:
             some, run.unsaved = run.unsaved, []  # also those of others that have come while the disk was busy
             if some:

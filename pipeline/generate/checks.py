@@ -29,7 +29,7 @@ from pipeline.generate.user_functions import function_file, rollout_function, us
 from pipeline.io.files import local_path, locate
 from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_fingerprints, list_input
 from pipeline.io.parts import StagedInput
-from pipeline.output.folder import OutputFolder, check_output, mend_run, read_run, save_run
+from pipeline.output.folder import NAMED_BY, OutputFolder, check_output, mend_run, read_run, save_run
 from pipeline.progress.board import EngineFacts
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -57,7 +57,7 @@ class Job:
     folder: str = field(default_factory=os.getcwd)  # now: a node that joins on this machine may replace it
 
     def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
-        facts["input"] = self.source["files"]
+        facts |= {"input": self.source["files"], NAMED_BY: self.prompts.id_column}
         save_run(self.output.run_file, self.config.as_dict(), self.meaning, state=state, **facts)
 
     @property

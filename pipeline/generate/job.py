@@ -39,8 +39,8 @@ from pipeline.generate.staging import StagingPlan, rows_per_part, stage
 from pipeline.generate.user_functions import PartCalls
 from pipeline.io.files import partials
 from pipeline.io.parts import Part, StagedInput, StagedParts
-from pipeline.output.batch_results import batch_bytes, write_batch
-from pipeline.output.columns import RunTraits, columns_type, wanted_columns
+from pipeline.output.batch_results import BatchRun, batch_bytes, write_batch
+from pipeline.output.columns import OutputColumn, RunTraits, columns_type, wanted_columns
 from pipeline.output.folder import OutputFolder, take_output
 from pipeline.output.lease import Lease
 from pipeline.output.part_files import commit_part, foreign_files, unify_types
@@ -153,7 +153,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> tuple[Progress,
     before = staged.rows - last.rows
     status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
     if job.prompts.kind == "openai":
-        write_batch(output, staged, without_secrets(job.config.model or model_name(None)))
+        write_batch(output, staged, _batch_run(job, staged))
     output.delete_temporary()
     output.drop_temporary()
     output.unfinished.delete()
@@ -219,8 +219,7 @@ def _stage(job: Job, before: StagedInput | None) -> StagedInput:
         return staged
     if before.source != source:
         staged = stage(job.listing, replace(plan, revision=before.revision + 1))
-        lossless = job.engine_facts()["lossless"] is not False
-        grow(job, before, staged, wanted_columns(replace(_run_traits(job, staged.row_type), lossless=lossless)))
+        grow(job, before, staged, _columns_of(job, staged.row_type))
         return staged
     if is_damaged(job, before):
         return stage(job.listing, replace(plan, rows_per_part=before.rows_per_part, revision=before.revision), before)
@@ -239,6 +238,18 @@ def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
         reasons=job.reasons,
         program=config.rollout is not None,
     )
+
+
+def _columns_of(job: Job, row_type: pa.StructType) -> tuple[OutputColumn, ...]:
+    # Those that the job's engines have made; see `wanted_columns`.
+    lossless = job.engine_facts()["lossless"] is not False
+    return wanted_columns(replace(_run_traits(job, row_type), lossless=lossless))
+
+
+def _batch_run(job: Job, staged: StagedInput) -> BatchRun:
+    made = [column.name for column in _columns_of(job, staged.row_type)]
+    trusted, images = job.config.loading.trust_remote_code, None if job.images is None else job.images.limits.images
+    return BatchRun(made, job.config.sampling, job.config.model, trusted, images)
 
 
 def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> tuple[StagedInput, Progress]:
@@ -314,8 +325,7 @@ def _stream_or_end(job: Job, work: Work, board: Any, ledger: Any, learner: str |
             raise
     gc.collect()  # Ray Data leaves the engines of a stage that has raised an error to the garbage collector
     say(f"{job.config.stop_after_valid} rows are valid, as many as are wanted: others are left out")
-    lossless = job.engine_facts()["lossless"] is not False
-    columns = wanted_columns(replace(_run_traits(job, work.staged.row_type), lossless=lossless))
+    columns = _columns_of(job, work.staged.row_type)
     return keep_finished(job, work.staged, ray.get(ledger.save.remote()), columns)
 
 

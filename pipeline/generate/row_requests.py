@@ -26,7 +26,7 @@ from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.io.prompts import prompt_columns
 from pipeline.openai.batch import parse_line
 from pipeline.openai.errors import OpenAIError
-from pipeline.openai.requests import SEES_NOTHING
+from pipeline.openai.requests import refuse_images
 from pipeline.settings import SAMPLING_COLUMN
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
@@ -178,13 +178,10 @@ def _batch_request(
     try:
         asked = parse_line(line).for_model(encoder.tokenizer)
         sampling = asked.sampling(settings.sampling)
-        if settings.images is not None:
-            settings.images.refuse_many(len(asked.images))
-        elif asked.images:
-            raise RequestError(SEES_NOTHING)
+        refuse_images(len(asked.images), None if settings.images is None else settings.images.limits.images)
     except (OpenAIError, RequestError) as error:
         raise RowError("BadRequest", str(error)) from error
     own_seed = asked.settings.get("seed")
-    seed = hashed_seed(settings.sampling.seed, seed_name) if own_seed is None else sample_seed(own_seed, sample)
+    seed = hashed_seed(settings.sampling.seed, seed_name) if own_seed is None else asked.seed_of(sample, own_seed)
     images = [(one, one) for one in asked.images]  # they have nothing else to be checked by than their addresses
     return written(asked.prompts[sample // asked.n], images, settings, encoder), replace(sampling, seed=seed)

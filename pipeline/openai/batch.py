@@ -12,6 +12,8 @@ from pipeline.openai.errors import OpenAIError, bad_request, missing, parse_json
 from pipeline.openai.requests import ParsedRequest, parse_chat, parse_completion
 
 LINE_FIELDS = ("custom_id", "method", "url", "body")
+MOST_CHOICES = 16_384
+"""Of a line. Each is a row of the job with a copy of the body, and 10 KB may ask for hundreds of thousands."""
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
@@ -30,6 +32,9 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
         raise missing("body")
     body = parse_json(line["body"].encode())
     request = parse_chat(body) if line["url"] == _CHAT else parse_completion(body)
+    if request.choices > MOST_CHOICES:
+        message = f"At most {MOST_CHOICES} choices a line are allowed, not {request.choices}: make several lines of it."
+        raise bad_request(message, "prompt" if request.n == 1 else "n", "invalid_value")
     scored = request.prompt_logprobs is not None
     flags = {"stream": request.stream, "echo": request.echo, "return_token_ids": request.token_ids}
     for name, wanted in {**flags, "prompt_logprobs": scored}.items():
@@ -66,9 +71,12 @@ def failure_line(custom_id: str | None, place: str, created: int, code: str, mes
     return _line(custom_id, name, None, {"code": code, "message": message})
 
 
-def answered_line(custom_id: str, created: int, status: int, body: str) -> str:
-    """Return the JSON text of the line for a request that was answered with an HTTP status and a body of JSON text."""
-    name = _name(custom_id, created)
+def answered_line(custom_id: str | None, place: str, created: int, status: int, body: str) -> str:
+    """Return the JSON text of the line for a request that was answered with an HTTP status and a body of JSON text.
+
+    It is named by `place` without a `custom_id`.
+    """
+    name = _name(place if custom_id is None else custom_id, created)
     head = to_json({"id": f"batch_req_{name}", "custom_id": custom_id})[:-1]
     response = f'{{"status_code":{status},"request_id":"req_{name}","body":{body}}}'
     return f'{head},"response":{response},"error":null}}'

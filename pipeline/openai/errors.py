@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -44,6 +45,8 @@ def parse_json(body: bytes) -> Any:
 
 def _number(text: str) -> float | int:
     value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")  # 1e999 would be an infinity, which no JSON can be written of
     return int(value) if value.is_integer() else value  # JSON does not tell 1.0 from 1, and some clients write 1.0
 
 
@@ -88,6 +91,11 @@ def not_finite() -> OpenAIError:
     """Return the error for a request on which the model's numbers overflow."""
     message = "The model's numbers are not finite for this request: its activations overflow."
     return OpenAIError(500, message, code=NOT_FINITE)
+
+
+def server_error() -> OpenAIError:
+    """Return the error for what is no client's mistake, and nothing that is expected."""
+    return OpenAIError(500, "The server had an error.", code="internal_error")
 
 
 def shown(value: Any) -> str:

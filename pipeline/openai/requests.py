@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drafter.errors import RequestError
+from drafter.errors import PromptTooLongError, RequestError
 from drafter.images.messages import take_images
 from drafter.other_names import NOT_SUPPORTED, OURS
-from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
+from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams, sample_seed
 from drafter.structured_outputs import CallOutputs
 from drafter.text.conversation import Conversation
 from pipeline.openai.errors import (
@@ -96,6 +96,10 @@ class ParsedRequest:
         """Number of texts to generate: `n` of the first prompt, then `n` of the next."""
         return self.n * len(self.prompts)
 
+    def seed_of(self, choice: int, seed: int) -> int:
+        """Return the seed of one of the `choices`, given the request's: the choices of each prompt have the same."""
+        return sample_seed(seed, choice % self.n)
+
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompts[0], Conversation)
@@ -156,6 +160,23 @@ class ParsedRequest:
             return None
         param = "tools" if found["calls"] else self.output_field
         return bad_request(f"Invalid '{param}': {message[found.end() :]}", param, "invalid_value")
+
+
+def refuse_images(count: int, most: int | None) -> None:
+    """Raise an `OpenAIError` for more images than a request may have; `most` is None for a model that sees none."""
+    if count and most is None:
+        raise bad_request(f"Invalid 'messages': {SEES_NOTHING}.", "messages", "invalid_value")
+    if most is not None and count > most:
+        message = f"Invalid 'messages': up to {most} images are allowed, not {count}."
+        raise bad_request(message, "messages", "array_above_max_length")
+
+
+def refused(error: RequestError, request: ParsedRequest | None) -> OpenAIError:
+    """Return the error for a request, if it is known, that cannot be generated."""
+    if isinstance(error, PromptTooLongError):
+        return OpenAIError(400, f"Invalid request: {error}.", code="context_length_exceeded")
+    unusable = None if request is None else request.unusable_output(str(error))
+    return unusable or OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
 
 
 @lru_cache(maxsize=4)

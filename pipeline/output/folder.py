@@ -145,6 +145,10 @@ def mend_run(run_file: Location) -> None:
     mend(run_file, _RUN_KEYS)
 
 
+NAMED_BY = "named_by"
+"""Key in `run.json`: the column of the input that names the rows; null where their files and lines do."""
+
+
 def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], **facts: Any) -> None:
     """Write `run.json`, without credentials. `meant` is everything that determines the results; see `job_meaning`."""
     run = {

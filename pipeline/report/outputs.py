@@ -165,8 +165,8 @@ def read_rows(
         _add_counts(result, table)
         if category is not None:
             _add_groups(result, table, python_values(table[category].combine_chunks()))
-        elif by_file and any(files := [name.rpartition(":")[0] for name in ids]):  # a column `id` names no files
-            _add_groups(result, table, files)
+        elif by_file:
+            _add_groups(result, table, [name.rpartition(":")[0] for name in ids])
         result.slowest += _slowest(table, slowest)
         result.slowest = nlargest(slowest, result.slowest, key=lambda row: row["generation_seconds"])
         named = zip((zlib.crc32(name.encode()) for name in ids), ids, table["__filename"].to_pylist(), strict=True)

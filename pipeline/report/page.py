@@ -32,7 +32,7 @@ from pipeline.generate.output_images import images_of_output, reading_of_output
 from pipeline.generate.row_images import ImageReading
 from pipeline.io.files import locate
 from pipeline.output.columns import PROMPT_IMAGES
-from pipeline.output.folder import OutputFolder, read_status
+from pipeline.output.folder import NAMED_BY, OutputFolder, read_status
 from pipeline.output.result import Cost, cost_of, times_as_fast
 from pipeline.output.summary import RECORDS, time_span
 from pipeline.report.config import CATEGORY, ReportConfig
@@ -65,8 +65,8 @@ def report(config: ReportConfig) -> None:
     run = read_run_of(output)
     dataset = open_rows(output, programs=True)
     column = config.category or (CATEGORY if CATEGORY in dataset.schema.names else None)
-    # A row's name begins with its file only where no column names the rows.
-    by_file = column is None and run["config"]["reading"]["id_column"] is None
+    # A row's name begins with its file only where no column names the rows, as far as the output says so.
+    by_file = column is None and run.get(NAMED_BY, "unknown") is None
     number = max(config.examples, _COMPARED_ROWS if config.against is not None else 0)
     if TOKENS not in dataset.schema.names:
         number = 0  # a program's row has several texts, none of which can be shown step by step

@@ -33,9 +33,18 @@ def _same_number(text: str, target: str) -> bool:
 
 def _same_json(text: str, target: str) -> bool:
     try:
-        return bool(json.loads(text) == json.loads(target))
+        return _same_value(json.loads(text), json.loads(target))
     except (ValueError, RecursionError):  # nested too deeply is no answer either
         return False
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    # As JSON has it: 1 and 1.0 are one number, which true is not, though Python says so.
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same_value(value, other[name]) for name, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same_value, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 _BUILT_IN: dict[str, Callable[[str, str], bool]] = {

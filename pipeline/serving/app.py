@@ -29,7 +29,7 @@ from drafter.edge.messages import PATH
 from pipeline.batches.config import BatchesConfig
 from pipeline.batches.runner import AnswerLine, Batches
 from pipeline.errors import InputError
-from pipeline.openai.errors import OpenAIError, clipped
+from pipeline.openai.errors import OpenAIError, clipped, server_error
 from pipeline.progress.board import LearningReport
 from pipeline.progress.prometheus import learner_families
 from pipeline.serving import openapi
@@ -400,6 +400,6 @@ async def _refused(request: Request, error: Exception) -> Response:
         error = OpenAIError(400, "The request cannot be read.")
     elif not isinstance(error, OpenAIError):
         logger.exception("A request failed", exc_info=error)
-        error = OpenAIError(500, "The server had an error.", code="internal_error")
+        error = server_error()
     failure = Failure.of(error)
     return JSONResponse(failure.body, failure.status, failure.headers)

@@ -15,8 +15,7 @@ from drafter.images.processor import ImageProcessor
 from drafter.prompt import Prompt
 from drafter.requests import Request
 from pipeline.io.fetching import fetch_web, is_web
-from pipeline.openai.errors import bad_request
-from pipeline.openai.requests import SEES_NOTHING
+from pipeline.openai.requests import refuse_images
 from pipeline.serving.work_limits import LargeWork
 from pipeline.settings import ImagesConfig
 
@@ -50,11 +49,7 @@ class ChatImages:
 
         Raises `OpenAIError` if there are too many, or the model sees none, and `RequestError` if one cannot be fetched.
         """
-        if addresses and not self._sees:
-            raise bad_request(f"Invalid 'messages': {SEES_NOTHING}.", "messages", "invalid_value")
-        if len(addresses) > self.limits.images:
-            message = f"Invalid 'messages': up to {self.limits.images} images are allowed, not {len(addresses)}."
-            raise bad_request(message, "messages", "array_above_max_length")
+        refuse_images(len(addresses), self.limits.images if self._sees else None)
         found: list[str | bytes] = []
         left = self.limits.bytes
         for start in range(0, len(addresses), _OF_ONE):

@@ -22,14 +22,13 @@ from drafter.engine.handle import Handle
 from drafter.errors import (
     EngineError,
     NotFiniteError,
-    PromptTooLongError,
     QueueFullError,
     RequestError,
     RequestTimeoutError,
 )
 from drafter.llm import SpeculativeLM
 from drafter.prompt import Prompt as EncodedPrompt
-from drafter.requests import Generation, Request, TokenDelta, sample_seed, sampling_defaults
+from drafter.requests import Generation, Request, TokenDelta, sampling_defaults
 from drafter.salted import kept_for
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import forget_words, refuse_long
@@ -49,8 +48,8 @@ from pipeline.openai.answers import (
     response,
     token_text,
 )
-from pipeline.openai.errors import OpenAIError, not_finite, to_json
-from pipeline.openai.requests import ParsedRequest, Prompt
+from pipeline.openai.errors import OpenAIError, not_finite, server_error, to_json
+from pipeline.openai.requests import ParsedRequest, Prompt, refused
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
 from pipeline.serving.config import EdgeConfig
@@ -278,7 +277,7 @@ class Answers:
         requests = []
         for ids in prompts:
             for choice in range(request.n):
-                own = replace(sampling, seed=sample_seed(sampling.seed, choice))
+                own = replace(sampling, seed=request.seed_of(choice, sampling.seed))
                 scored = None if choice else request.scored
                 # A row in the background may wait for as long as there are live ones; its batch has its own deadline.
                 seconds = None if call.background else self._seconds
@@ -314,17 +313,14 @@ class Answers:
             case NotFiniteError():
                 logger.error("A request failed: %s", error)
                 return not_finite()
-            case PromptTooLongError():
-                return OpenAIError(400, f"Invalid request: {error}.", code="context_length_exceeded")
             case RequestError():
-                unusable = None if request is None else request.unusable_output(str(error))
-                return unusable or OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
+                return refused(error, request)
             case QueueFullError():
                 return overloaded()
             case EngineError():
                 return interrupted()
         logger.exception("A request failed")
-        return OpenAIError(500, "The server had an error.", code="internal_error")
+        return server_error()
 
 
 def _characters(prompts: Sequence[Prompt]) -> int:

@@ -33,11 +33,22 @@ def test_lines_are_read_by_their_numbers(tmp_path: Path) -> None:
     assert json.loads(found[0].body) == {"number": 2}
 
 
+def test_a_body_is_what_the_client_wrote(tmp_path: Path) -> None:
+    body = '{"body" : [1.0, 1e2, "\\u00e4}"],"custom_id":{ } }'
+    text = (
+        f' {{ "body":1, "custom_id" :"\\u00e4,{{", "method":"POST","url":"{CHAT}", "more":[{{}}] ,"body"\t:{body}}} \r'
+    )
+    requests, problems = check_lines(written(tmp_path / "input", text.encode(), line(1)), CHAT, 3)
+    found = requests.read(0)
+    assert (problems, found.custom_id, found.body.decode()) == ([], "ä,{", body)
+
+
 @pytest.mark.parametrize(
     ("bad", "code", "param"),
     [
         (b"no json", "invalid_json_line", None),
         (b'{"custom_id": NaN}', "invalid_json_line", None),
+        (b'{"custom_id": 1e999}', "invalid_json_line", None),
         (b"\xff", "invalid_json_line", None),
         ([1], "invalid_json_line", None),
         (line(custom_id=None), "missing_required_parameter", "custom_id"),
@@ -117,6 +128,17 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert answers(results) == answers(again) == ["row 0", "row 2"]
     assert results.counts == again.counts
     assert again.counts.completed == 2
+
+
+@pytest.mark.parametrize("body", ["[]", "{", '{"usage": null}', '{"usage": {}, "text": "\udc80"}'])
+def test_an_answer_that_is_none_fails_its_line_alone(tmp_path: Path, body: str) -> None:
+    results = Results(tmp_path / "results", 3, created=1)
+    results.append([result(0), Result(1, "row 1", 200, body), result(2)])
+    assert answers(results) == ["row 0", "row 2"]
+    requests, _ = check_lines(written(tmp_path / "input", *(line(number) for number in range(3))), CHAT, 9)
+    [error] = [json.loads(one) for one in results.errors(requests, expired=False)]
+    assert (error["custom_id"], error["response"]["status_code"]) == ("row 1", 500)
+    assert error["response"]["body"]["error"]["code"] == "internal_error"
 
 
 def test_errors_come_in_the_order_of_the_input_with_those_that_have_expired(tmp_path: Path) -> None:

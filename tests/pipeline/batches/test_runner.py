@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.batches import runner
 from pipeline.batches.config import BatchesConfig
+from pipeline.batches.lines import InputLines, Line
 from pipeline.batches.records import ENDED, BatchRecord, FileRecord, new_id
 from pipeline.batches.runner import AnswerLine, Batches
 from pipeline.openai.errors import INTERRUPTED, OpenAIError, to_json
@@ -276,6 +277,28 @@ def test_a_full_disk_delays_a_batch_and_loses_nothing(tmp_path: Path, monkeypatc
                 found = await ended(batches, record)
                 assert (found["status"], found["errors"], len(found["output"])) == ("completed", None, 8)
         assert len(engine.asked) == 16
+
+    asyncio.run(main())
+
+
+def test_a_line_that_cannot_be_read_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = InputLines.read
+
+    def some(self: InputLines, number: int) -> Line:
+        if number == 1:
+            raise ValueError("Out of range float values are not JSON compliant")
+        return read(self, number)
+
+    monkeypatch.setattr(InputLines, "read", some)
+
+    async def main() -> None:
+        engine = Engine()
+        engine.open.set()
+        async with running(tmp_path, engine) as batches:
+            found = await ended(batches, await begin(batches, 3))
+        assert (found["status"], texts(found)) == ("completed", ["0", "2"])
+        [error] = found["error"]
+        assert (error["custom_id"], error["response"]["status_code"]) == (None, 500)
 
     asyncio.run(main())
 

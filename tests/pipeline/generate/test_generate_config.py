@@ -181,3 +181,22 @@ def test_how_tokens_are_chosen_is_said_and_the_models_path_kept(
         job.save_run("running")
         # Training on the output takes the model from there, whatever folder it is started in.
         assert json.loads((tmp_path / "out" / "run.json").read_text())["config"]["model"] == str(model)
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "column"),
+    [
+        ({"prompt": "x"}, [], None),
+        ({"prompt": "x", "id": "doc17:3"}, [], "id"),
+        ({"prompt": "x", "id": "doc17:3"}, ["--reading.id_column", ""], None),
+        ({"prompt": "x", "name": "doc17:3"}, ["--reading.id_column", "name"], "name"),
+        ({"custom_id": "doc17:3", "url": "/v1/completions", "body": {}}, [], "custom_id"),
+    ],
+)
+def test_what_names_the_rows_is_kept(
+    model: Path, tmp_path: Path, row: dict[str, object], given: list[str], column: str | None
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    folders = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--model", str(model)]
+    checked_job(parse_config([*folders, *given])).save_run("running")
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["named_by"] == column

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pipeline.io.files import locate
 from pipeline.io.listing import InputListing, find_prompts, list_input
 from pipeline.io.parts import PROBLEM_TYPE, StagedInput
 from pipeline.io.reading import InputFile
+from pipeline.openai.batch import MOST_CHOICES
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.support.damage import end_reader
@@ -212,6 +213,25 @@ def test_samples_cross_the_borders_of_parts(tmp_path: Path) -> None:
     assert ids == [["x#0", "x#1", "x#2"], ["a.jsonl:2#0", "y#0", "y#1"], ["y#2"]]  # the limit counts rows of the input
     assert [row["sample"] for row in rows] == [0, 1, 2, 0, 0, 1, 2]
     assert list(problems) == ["a.jsonl:2#0"]
+
+
+def test_a_line_of_a_batch_does_not_become_any_number_of_rows(tmp_path: Path) -> None:
+    bodies = {"most": (["a"] * 128, 128), "n": (["a"] * 129, 128), "prompts": (["a"] * 20_000, 1)}
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", "prompt": prompt, "n": n, "max_tokens": 1},
+        }
+        for name, (prompt, n) in bodies.items()
+    ]
+    ids, _, problems = staged(write_jsonl(tmp_path / "a.jsonl", lines), tmp_path / "staged", rows_per_part=20_000)
+    assert len(list(chain.from_iterable(ids))) == MOST_CHOICES + 2
+    assert problems == {
+        f"{name}#0": f"At most 16384 choices a line are allowed, not {count}: make several lines of it."
+        for name, count in (("n", 129 * 128), ("prompts", 20_000))
+    }
 
 
 @pytest.mark.slow

@@ -12,13 +12,18 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from drafter.requests import SamplingParams
+from drafter import SpeculativeLM
+from drafter.requests import SamplingParams, sample_seed
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.generate.prompts import PromptSettings
 from pipeline.generate.row_requests import make_requests
-from pipeline.io.listing import PromptSource
+from pipeline.io.listing import BATCH, PromptSource
 from pipeline.io.parts import PROBLEM_TYPE
+from pipeline.openai.requests import parse_completion
+from pipeline.serving.handles import Call
+from pipeline.serving.replica import Answers
 from pipeline.settings import ReadingConfig
+from tests.support.waiting import PATIENCE
 
 DEFAULTS = SamplingParams(temperature=0.7, seed=3)
 
@@ -136,6 +141,17 @@ def test_a_text_that_cannot_be_short_enough_is_not_even_tokenised(model: Path) -
     (made,) = requests(model, rows, PromptSource("messages", "messages"))
     assert made["problem"]["type"] == "Refused"
     assert "characters" in made["problem"]["message"]
+
+
+def test_choices_have_the_same_seeds_in_a_batch_file_as_at_the_endpoint(model: Path, plain: SpeculativeLM) -> None:
+    body = {"model": "m", "prompt": ["how many", "does she"], "n": 2, "seed": 5}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": json.dumps(body)}
+    made = requests(model, [{**line, "sample": sample} for sample in range(4)], BATCH)
+    call = Call(parse_completion(body), speculation=False)
+    asked = Answers(plain, "replica", seconds=PATIENCE)._requests(call)
+    assert [row["prompt_ids"] for row in made] == [list(one.prompt_ids) for one in asked]
+    seeds = [json.loads(row["sampling"])["seed"] for row in made]
+    assert seeds == [one.sampling.seed for one in asked] == [5, sample_seed(5, 1)] * 2
 
 
 def test_sampling_survives_its_trip_as_json() -> None:

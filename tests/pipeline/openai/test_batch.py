@@ -21,7 +21,7 @@ from pipeline.io.listing import BATCH, PromptSource, find_prompts, list_input
 from pipeline.openai.answers import token_text
 from pipeline.openai.batch import answer_line, parse_line
 from pipeline.openai.errors import OpenAIError, to_json
-from pipeline.output.batch_results import _error_line
+from pipeline.output.batch_results import BatchRun, _error_line
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.support.calling import with_tools
@@ -267,6 +267,7 @@ def test_a_batch_of_a_model_that_reasons_with_tools_and_records(run: Run, model:
         ({"url": COMPLETION}, "prompt"),
         ({"body": "[1]"}, None),
         ({"body": "{"}, None),
+        ({"body": '{"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": 1e999}}}]}'}, None),
         ({"body": json.dumps({"model": "m", "messages": HELLO, "stream": True})}, "stream"),
         ({"body": json.dumps({"model": "m", "messages": HELLO, "return_token_ids": True})}, "return_token_ids"),
         ({"body": json.dumps({"model": "m", "messages": HELLO, "prompt_logprobs": 0})}, "prompt_logprobs"),
@@ -324,6 +325,6 @@ def test_the_example_is_a_batch() -> None:
 )
 def test_an_error_line_has_a_code_of_openais(given: str, kind: str, code: str) -> None:
     row = {"request_id": "in.jsonl:3#0", "input": given, "error_type": kind, "message": "why"}
-    error = _error_line(row, 7)["error"]
+    error = _error_line(row, 7, BatchRun((), SamplingParams(), None))["error"]
     assert error["code"] == code
     assert error["message"].endswith("why")

@@ -26,6 +26,8 @@ def test_json_is_written_on_one_line() -> None:
         (b'{"a": NaN}', "a number that cannot be read"),
         (b'{"a": -Infinity}', "a number that cannot be read"),
         (b"9" * 5000, "a number that cannot be read"),
+        (b'{"a": 1e999}', "a number that cannot be read"),
+        (b"[-1.5E+400]", "a number that cannot be read"),
     ],
 )
 def test_what_is_not_json_is_refused(body: bytes, reason: str) -> None:

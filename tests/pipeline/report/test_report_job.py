@@ -153,7 +153,7 @@ def test_what_is_not_known_is_said(outputs: tuple[Path, Path], tmp_path: Path) -
 
 def write_run(output: OutputFolder, **facts: Any) -> None:
     sampling = {"temperature": 0.0, "max_new_tokens": 4, "seed": 0}
-    config = {"input": "in", "model": "no/such-model", "drafter": "x", "reading": {"id_column": "id"}}
+    config = {"input": "in", "model": "no/such-model", "drafter": "x", "reading": {"id_column": None}}
     versions = dict.fromkeys(["drafter", "torch", "transformers", "ray"])
     run = {"config": {**config, "sampling": sampling}, "state": "running", "versions": versions, "git_commit": None}
     output.run_file.write_text(json.dumps({**run, "meaning": {}, **facts}))
@@ -183,6 +183,18 @@ def test_what_drafting_was_worth_is_said(tmp_path: Path) -> None:
     assert "tokens/s, over 2.0 s; decode steps about 1.31 times as fast as plain decoding" in page.text
     assert "Memory drafts <here>." in page.text
     assert "The decode steps were about 1.31 times as fast as plain decoding of the same rows, by estimate" in page.text
+
+
+@pytest.mark.parametrize(("facts", "by_file"), [({"named_by": None}, True), ({"named_by": "id"}, False), ({}, False)])
+def test_rows_are_grouped_by_file_only_where_files_name_them(
+    tmp_path: Path, facts: dict[str, Any], by_file: bool
+) -> None:
+    output = write_output(tmp_path / "out", [[{"id": f"doc{n}:3", "accepted": [1]} for n in range(2)]], [])
+    for path in (tmp_path / "out" / "data").iterdir():
+        pa.parquet.write_table(pa.parquet.read_table(path).drop_columns("category"), path)
+    write_run(output, **facts)
+    assert job(tmp_path / "out") == 0
+    assert ("by source file" in Page((tmp_path / "out" / "report.html").read_text()).text) == by_file
 
 
 def test_an_output_of_plain_decoding_has_no_shares_of_no_drafts(outputs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -58,8 +58,3 @@ def test_rows_are_grouped_by_their_file_where_there_is_no_category(tmp_path: Pat
     rows = read_rows(open_rows(output), None, by_file=True, slowest=1, drawn=0)
     assert {name: group.rows for name, group in rows.groups.items()} == {"a.jsonl": 2, "b.jsonl": 2}
     assert read_full(output, rows) == []
-
-
-def test_names_of_a_column_id_are_no_files(tmp_path: Path) -> None:
-    output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}, {"id": "b", "accepted": [0]}]], [])
-    assert not read_rows(open_rows(output), None, by_file=True, slowest=1, drawn=0).groups
