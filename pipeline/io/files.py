@@ -41,10 +41,12 @@ def is_pattern(uri: str) -> bool:
 
 
 def pattern_base(pattern: str) -> str:
+    """Return the folder before a pattern's first wildcard; without a slash before it, the working directory."""
     path, query = split_query(pattern)
     first = _WILDCARD.search(path)
     assert first is not None
-    return (path[: first.start()].rpartition("/")[0] or "/") + query
+    folder, slash, _ = path[: first.start()].rpartition("/")
+    return (folder or slash or ".") + query
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:

@@ -262,6 +262,10 @@ def test_patterns_without_wildcards_match_only_themselves(path: str) -> None:
         ("s3://bucket/in/*.jsonl?region=eu", "s3://bucket/in?region=eu"),
         ("s3://bucket/in?region=eu", None),
         ("in/a?.jsonl", "in"),
+        ("*.jsonl", "."),
+        ("[ab].jsonl", "."),
+        ("**/*.jsonl", "."),
+        ("/*.jsonl", "/"),
     ],
 )
 def test_a_query_is_no_pattern(uri: str, base: Any) -> None:

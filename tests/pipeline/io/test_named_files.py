@@ -111,3 +111,9 @@ def test_the_input_says_which_folder_is_its_own(tree: Path) -> None:
         assert (found.scheme, found.place.path) == ("", str(tree / "in"))
     found = folder_of_input("s3://bucket/a/b.jsonl?region=eu-west-1&scheme=http")
     assert (found.scheme, found.place.path) == ("s3", "bucket")
+
+
+def test_a_pattern_without_a_folder_is_of_the_working_directory(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree / "in")
+    for uri in ("*.jsonl", "[ab].jsonl", "**/*.jsonl"):
+        assert folder_of_input(uri).place.path == str(tree / "in")
