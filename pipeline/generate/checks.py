@@ -27,7 +27,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.row_images import ImageReading, changed_images, image_reading, seeing_processor
 from pipeline.generate.user_functions import function_file, rollout_function, user_function
 from pipeline.io.files import local_path, locate
-from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_fingerprints, list_input
+from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_fingerprints, list_input, taken_as_input
 from pipeline.io.parts import StagedInput
 from pipeline.output.folder import NAMED_BY, OutputFolder, check_output, mend_run, read_run, save_run
 from pipeline.progress.board import EngineFacts
@@ -131,7 +131,7 @@ def checked_job(config: GenerateConfig) -> Job:
         del meaning["images"]
     if config.loading.adapter is not None:
         meaning["loading"]["adapter"] = adapter_fingerprint(config.loading.adapter)
-    output = open_output(config, meaning)
+    output = open_output(config, meaning, batch=prompts.kind == "openai")
     of_rows = None if images is None or config.rollout is not None else _images_source(output, images)
     source = input_source(config, listing, of_rows)
     return Job(config, listing, prompts, output, meaning, heads, source, images, reasons)
@@ -256,12 +256,17 @@ def _check_structured_outputs(config: GenerateConfig) -> None:
         raise InputError(f"sampling.{error}") from error
 
 
-def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder:
-    """Create the output's folder, or open that of the same job; raise `InputError` if it cannot be used."""
+def open_output(config: GenerateConfig, meaning: dict[str, Any], *, batch: bool = False) -> OutputFolder:
+    """Create the output's folder, or open that of the same job; raise `InputError` if it cannot be used.
+
+    `batch` says that the job answers an OpenAI batch.
+    """
     output = OutputFolder(locate(config.output))
-    source = locate(config.input)
-    if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
-        raise InputError(f"output {config.output} lies in the input: results would become input")
+    if (taken := taken_as_input(config.input, output.root, output.visible(batch=batch))) is not None:
+        raise InputError(
+            f"output {config.output} lies in the input {config.input}, which takes in files such as its {taken}: "
+            "results would become input; choose an output elsewhere, or give less as input"
+        )
     check_output(config.output, output, meaning)
     if config.dry_run:
         return output

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -206,6 +207,30 @@ def _find(uri: str) -> _Found:
             raise InputError(f"input {info.path} has nothing between two slashes, and cannot be opened: rename it")
         files[name] = info
     return _Found(root, not by_pattern, files, tables)
+
+
+def taken_as_input(uri: str, folder: Location, files: Sequence[str]) -> str | None:
+    """Return the first of some files that an input would have if they were there, by their paths below a folder."""
+    root, by_pattern = locate_input(uri)
+    pattern = pattern_regex(locate(uri).path) if by_pattern else None
+    for name in files:
+        for way in _ways_down(root, folder):
+            path = way / name
+            hidden = any(part.startswith((".", "_")) for part in path.parts)
+            if pattern is None or (not hidden and pattern.fullmatch((root / str(path)).path)):
+                return name
+    return None
+
+
+def _ways_down(root: Location, folder: Location) -> list[PurePosixPath]:
+    # A folder's paths below another one, as they are given and without links: an input's are followed.
+    if not root.filesystem.equals(folder.filesystem):
+        return []
+    pairs = [(root.path, folder.path)]
+    if isinstance(root.filesystem, fs.LocalFileSystem):
+        pairs = [(clean(root.path), clean(folder.path)) for clean in (os.path.normpath, os.path.realpath)]
+    paths = [(PurePosixPath(above), PurePosixPath(below)) for above, below in pairs]
+    return [below.relative_to(above) for above, below in paths if below.is_relative_to(above)]
 
 
 def _below(root: Location) -> list[fs.FileInfo]:

@@ -43,6 +43,7 @@ configs:
 `data/` has the rows of a generation job: the columns of its input, and what the model answered. `run.json` says how
 they were made. `errors/` has the rows that failed, with the reasons.
 """
+_FIRST_PARTS = ("00000-000000", "001-00000-000000")  # of an input, and of one that has changed
 _EDITION = re.compile(r"(?m)^(  description: rows of ).*$")
 
 
@@ -90,6 +91,13 @@ class OutputFolder:
         new = _EDITION.sub(rf"\g<1>{edition}", text)
         if new != text:
             self.card.write_text(new)
+
+    def visible(self, *, batch: bool) -> list[str]:
+        """Return the paths, within the output, of what a job writes and an input might take; `batch` adds answers."""
+        parts = [folder / f"{part}.parquet" for folder in (self.data, self.errors) for part in _FIRST_PARTS]
+        files = [*parts, self.run_file, self.status_file, self.card, self.head / HEAD_CONFIG]
+        files += [self.batch_output, self.batch_errors] if batch else []
+        return [self.name_of(file) for file in files]
 
     def name_of(self, place: Location) -> str:
         """Return a file's path within the output."""

@@ -99,6 +99,50 @@ def test_an_output_is_bound_to_the_draw_if_it_may_have_draws(
         open_output(config, meaning)
 
 
+@pytest.mark.parametrize(
+    ("source", "output", "taken"),
+    [
+        ("in", "in/out", "data/00000-000000.parquet"),
+        ("in", "link/out", "data/00000-000000.parquet"),
+        ("link", "in/out", "data/00000-000000.parquet"),
+        ("in", "in/away/out", "data/00000-000000.parquet"),
+        ("in/**/*.parquet", "in/out", "data/00000-000000.parquet"),
+        ("in/*/data/*.parquet", "link/out", "data/00000-000000.parquet"),
+        ("**/*.parquet", "out", "data/00000-000000.parquet"),
+        ("in/**/errors/*", "in/out", "errors/00000-000000.parquet"),
+        ("in/**/001-*", "in/out", "data/001-00000-000000.parquet"),
+        ("in/**/*.json", "in/out", "run.json"),
+        ("in/**/*.md", "in/out", "README.md"),
+        ("**/*.jsonl", "out", "batch_output.jsonl"),
+        ("in/*.parquet", "in/out", None),
+        ("in/**/*.parquet", "in/_out", None),
+        ("in/**/*.csv", "in/out", None),
+        ("in/**/*.parquet", "inside/out", None),
+        ("in", "in/../out", None),
+    ],
+)
+def test_an_output_that_would_become_input_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str, taken: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("in", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("in")
+    (tmp_path / "in" / "away").symlink_to("../elsewhere")
+    config = parse_config(["--input", source, "--output", output])
+    if taken is None:
+        open_output(config, job_meaning(config, TEXT, "base", {}), batch=True)
+    else:
+        with pytest.raises(InputError) as caught:
+            open_output(config, job_meaning(config, TEXT, "base", {}), batch=True)
+        assert f"{output} lies in the input {source}, which takes in files such as its {taken}" in str(caught.value)
+
+
+def test_only_answers_to_a_batch_are_lines(tmp_path: Path) -> None:
+    config = parse_config(["--input", f"{tmp_path}/**/*.jsonl", "--output", str(tmp_path / "out")])
+    open_output(config, job_meaning(config, TEXT, "base", {}))
+
+
 OTHERS: dict[str, list[str]] = {
     "sampling.temperature was 0.0, is now 0.7": ["--sampling.temperature", "0.7"],
     "sampling.stop was [], is now ['a']": ["--sampling.stop", "[a]"],
