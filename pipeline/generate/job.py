@@ -147,7 +147,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> tuple[Progress,
         foreign = ", ".join(map(printable, foreign_files(output, staged.parts)[:_SHOWN]))
         raise JobError(
             f"output {job.config.output} has {rows} finished and {errors} failed rows instead of {staged.rows} in all"
-            + (f", some in files that are no part of it: take {foreign} away" if foreign else "")
+            + (f", and files that are no part of it: take {foreign} away" if foreign else "")
         )
     # Some reports may have been lost, so the files tell how many rows there are.
     before = staged.rows - last.rows

@@ -43,7 +43,7 @@ from pipeline.io.parts import Part, StagedInput, mend_list, with_problems, with_
 from pipeline.output.batch_results import batch_bytes
 from pipeline.output.columns import OutputColumn, columns_type, with_program_text
 from pipeline.output.folder import OutputFolder, read_run
-from pipeline.output.part_files import ERROR_SCHEMA, commit_part, discard_torn, is_whole
+from pipeline.output.part_files import ERROR_SCHEMA, commit_part, discard_torn, is_whole, whole_files
 
 _SHOWN = 3  # rows that cannot be generated, of which a dry run says why
 _OPEN_FILES = 4
@@ -133,26 +133,28 @@ def compare(before: AskedRows, now: AskedRows, found: Places, done: npt.NDArray[
 
 
 class Results:
-    """Results of an output, by the index of their row among `names`, the keys of the staged rows' names."""
+    """Results of an output, by the index of their row among `names`, the keys of the staged rows' names.
+
+    Parts that are not whole have none: a submission makes them again.
+    """
 
     def __init__(self, output: OutputFolder, staged: StagedInput, names: Keys) -> None:
         self._given = staged.row_type.num_fields
         self.unfinished = read_unfinished(output)
         self._files = output.root.filesystem
         self._generated = lru_cache(_OPEN_FILES)(self._read_generated)
-        failed = pa.concat_tables([ERROR_SCHEMA.empty_table(), *self._read(output.errors, ERROR_SCHEMA.names)])
+        files = whole_files(output, staged.parts)
+        errors = [file.place.read_parquet(ERROR_SCHEMA.names) for file in files if not file.commits]
+        failed = pa.concat_tables([ERROR_SCHEMA.empty_table(), *errors])
         self._problems = failed.select(["error_type", "message", "attempts"])
         self._problem_of = places_of(names, text_keys(failed["request_id"].to_pylist()))
-        self._paths = [info.path for info in output.data.parquets().values()]
+        self._paths = [file.place.path for file in files if file.commits]
         there = in_parallel(self._names, self._paths)
         self._begins = np.cumsum([0, *map(len, there)])
         self._result_of = places_of(names, np.concatenate([np.empty((0, 2), np.uint64), *there]))
         self._left_of = places_of(names, text_keys(row.request_id for row in self.unfinished))
         self._left_of[self._result_of >= 0] = -1
         self._ended = np.array([row.generated is not None or row.problem is not None for row in self.unfinished], bool)
-
-    def _read(self, folder: Location, columns: list[str]) -> list[pa.Table]:
-        return [Location(self._files, info.path).read_parquet(columns) for info in folder.parquets().values()]
 
     def _names(self, path: str) -> Keys:
         return text_keys(Location(self._files, path).read_parquet(["request_id"])["request_id"].to_pylist())

@@ -130,9 +130,18 @@ def is_whole(output: OutputFolder, parts: Sequence[Part]) -> bool:
 
 
 def foreign_files(output: OutputFolder, parts: Sequence[Part]) -> list[str]:
-    """Return the names of files in `data/` and `errors/` that belong to no part."""
-    known = _rows(parts).keys()
-    return [output.name_of(file.place) for file in result_files(output) if file.part not in known]
+    """Return the names of files in `data/` and `errors/` that belong to no part, Parquet files first."""
+    known = {f"{part}.parquet" for part in _rows(parts)}
+    found = [folder / info.base_name for folder in (output.data, output.errors) for info in folder.children()]
+    names = [output.name_of(file) for file in found if file.name not in known]
+    return sorted(names, key=lambda name: not name.endswith(".parquet"))
+
+
+def whole_files(output: OutputFolder, parts: Sequence[Part]) -> list[ResultFile]:
+    """Return the files of the parts, in their order, without those that `discard_torn` would delete."""
+    rows, files = _rows(parts), result_files(output)
+    torn = {file.place.path for file in torn_files(files, rows)}
+    return [file for file in files if file.part in rows and file.place.path not in torn]
 
 
 def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:

@@ -110,7 +110,9 @@ def read_totals(output: OutputFolder) -> OutputTotals:
 
 
 def parquet_dataset(folder: Location) -> pyarrow.dataset.Dataset:
-    return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
+    """Open a folder's Parquet files. Others, such as somebody's notes, are none of a job's."""
+    files = [info.path for info in folder.parquets().values()]
+    return pyarrow.dataset.dataset(files, filesystem=folder.filesystem, format="parquet")
 
 
 def read_batches(

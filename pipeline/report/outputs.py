@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nlargest, nsmallest
 from itertools import zip_longest
@@ -47,6 +48,7 @@ _COLUMNS = (
 _LENIENT = "num_lenient_tokens"  # only outputs of verifiers that are not lossless have this column
 TOKENS = "token_ids"  # which outputs of programs have not
 _MOST_CATEGORIES = 10_000
+_LONGEST_CAUSE = 250  # characters, so that what to do is not cut off
 
 
 def open_output(uri: str) -> OutputFolder:
@@ -76,10 +78,8 @@ def open_rows(output: OutputFolder, *, programs: bool = False) -> pyarrow.datase
     """
     if not output.data.parquets():
         raise InputError(f"output {output.root.path} has no finished rows: run drafter generate first")
-    try:
+    with readable(output):
         found = parquet_dataset(output.data)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise unreadable(output, error) from error
     if missing := [name for name in _COLUMNS if name not in found.schema.names]:
         raise InputError(f"{output.data.path} is not of drafter generate: its rows have no {', '.join(missing)}")
     if TOKENS not in found.schema.names and not programs:
@@ -89,10 +89,14 @@ def open_rows(output: OutputFolder, *, programs: bool = False) -> pyarrow.datase
     return found
 
 
-def unreadable(output: OutputFolder, error: Exception) -> InputError:
-    """Return the error for files of finished rows that are damaged or unreadable."""
-    why = f"{one_line(error)}; submit its job again"
-    return InputError(f"output {output.root.path} has rows that cannot be read: {why}")
+@contextmanager
+def readable(output: OutputFolder) -> Iterator[None]:
+    """Raise `InputError` for what reading an output's rows raises where their files are damaged or unreadable."""
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        why = f"{one_line(error, _LONGEST_CAUSE)}; submit its job again"
+        raise InputError(f"output {output.root.path} has rows that cannot be read: {why}") from error
 
 
 def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row]:
@@ -102,10 +106,8 @@ def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row
     """
     batches = read_batches(open_rows(output), columns, _ROWS_AT_ONCE)
     while True:
-        try:
+        with readable(output):
             batch = next(batches, None)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise unreadable(output, error) from error
         if batch is None:
             return
         yield from python_rows(batch)

@@ -47,6 +47,7 @@ from pipeline.report.outputs import (
     read_full,
     read_rows,
     read_run_of,
+    readable,
 )
 
 _COMPARED_ROWS = 100  # rows drawn from both outputs for the comparison token by token
@@ -70,8 +71,9 @@ def report(config: ReportConfig) -> None:
     number = max(config.examples, _COMPARED_ROWS if config.against is not None else 0)
     if TOKENS not in dataset.schema.names:
         number = 0  # a program's row has several texts, none of which can be shown step by step
-    rows = read_rows(dataset, column, by_file, _SLOWEST, number)
-    errors, drawn = read_errors(output, _ERRORS_EACH), read_full(output, rows)
+    with readable(output):
+        rows = read_rows(dataset, column, by_file, _SLOWEST, number)
+        errors, drawn = read_errors(output, _ERRORS_EACH), read_full(output, rows)
     status = read_status(output.status_file)
     cost = cost_of(status.get("submissions", ()), rows.rows + errors.rows, rows.counts.num_output_tokens)
     other = None if config.against is None else _other_output(config.against, run, rows, drawn, cost)
@@ -178,11 +180,12 @@ def _other_output(
     output = open_output(uri)
     other_run = read_run_of(output)
     dataset = open_rows(output, programs=True)
-    other_rows = read_rows(dataset, None, False, 0, _COMPARED_ROWS if TOKENS in dataset.schema.names else 0)
-    tokens = {row["request_id"]: row["token_ids"] for row in read_full(output, other_rows)}
+    with readable(output):
+        other_rows = read_rows(dataset, None, False, 0, _COMPARED_ROWS if TOKENS in dataset.schema.names else 0)
+        tokens = {row["request_id"]: row["token_ids"] for row in read_full(output, other_rows)}
+        found = other_rows.rows + read_errors(output, 0).rows
     both = [row for row in drawn if row["request_id"] in tokens]
     submissions = read_status(output.status_file).get("submissions", ())
-    found = other_rows.rows + read_errors(output, 0).rows
     other_cost = cost_of(submissions, found, other_rows.counts.num_output_tokens)
     return {
         "name": without_secrets(uri),

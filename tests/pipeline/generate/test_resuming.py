@@ -36,6 +36,7 @@ from pipeline.output.columns import RunTraits, column_values, columns_type, want
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part, is_whole
 from tests.pipeline.conftest import Driver, Run, job_arguments, write_jsonl
+from tests.support.damage import Damage, cut, empty
 from tests.support.faults import EndedError, FailingFiles
 from tests.support.waiting import wait_until
 
@@ -270,6 +271,16 @@ def test_a_dry_run_counts_and_changes_nothing(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert str(dry_run(job.job)) == ("8 rows: 5 kept, 1 still to generate, 1 changed, 1 new")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("damage", [empty, cut])
+@pytest.mark.parametrize("folder", ["data", "errors"])
+def test_a_dry_run_counts_rows_of_torn_parts_as_still_to_generate(tmp_path: Path, damage: Damage, folder: str) -> None:
+    job = MadeUpJob(tmp_path, [*prompts("a", "b"), {"prompt": 5}, *prompts(*"defg")])
+    job.generate(0, 1)
+    (tmp_path / "out" / "data" / "notes.txt").write_text("x")
+    damage(tmp_path / "out" / folder / f"{job.staged.parts[0].name}.parquet")
+    assert str(dry_run(job.job)).startswith("7 rows: 3 kept, 4 still to generate; 1 of them will be errors")
 
 
 def test_a_dry_run_names_rows_that_cannot_be_read(tmp_path: Path) -> None:

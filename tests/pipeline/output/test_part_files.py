@@ -136,6 +136,9 @@ def test_files_of_no_part_are_named(output: OutputFolder, tmp_path: Path) -> Non
     commit_part(output, "notes", generated_rows("notes", [{}], [None]))
     assert not is_whole(output, [Part("p1", 1)])
     assert foreign_files(output, [Part("p1", 1)]) == ["data/notes.parquet"]
+    for name in ("data/a.txt", "errors/z.parquet"):
+        (tmp_path / name).write_bytes(b"x")
+    assert foreign_files(output, [Part("p1", 1)]) == ["data/notes.parquet", "errors/z.parquet", "data/a.txt"]
 
 
 # Torn files are found by footers and sums, and no whole part is made again.

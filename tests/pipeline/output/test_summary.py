@@ -26,6 +26,8 @@ def test_the_summary_is_what_the_files_say(tmp_path: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": ""}]
     commit_part(output, "p1", generated_rows("p1", rows, [None, None, BAD_PROMPT]))
     commit_part(output, "p2", generated_rows("p2", rows, [None, None, None]))
+    for folder in ("data", "errors"):
+        (tmp_path / folder / "notes.txt").write_text("x")  # somebody's own
     totals = read_totals(output)
     assert (totals.rows, totals.errors) == (5, 1)
     assert (totals.counts.num_output_tokens, totals.counts.num_decode_steps) == (35, 15)

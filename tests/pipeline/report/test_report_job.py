@@ -24,6 +24,7 @@ from pipeline.progress.board import LearningReport
 from pipeline.report.page import steps_of, text_pieces
 from tests.pipeline.conftest import HOSTILE, JOB_SETTINGS, FinishedJob, job_arguments
 from tests.pipeline.report.outputs import write_output
+from tests.support.damage import cut
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
@@ -253,6 +254,15 @@ def test_bad_input_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
         tmp_path / "out", "--category", "topic"
     )
     assert "--examples must be at least 0" in error(tmp_path / "out", "--examples", -1)
+    errors = [{"request_id": "e", "input": "{}", "error_type": "Bad", "message": "m"}]
+    torn = write_output(tmp_path / "torn", [[{"id": "a", "accepted": [1]}], [{"id": "b", "accepted": [1]}]], errors)
+    torn.run_file.write_text(json.dumps(run))
+    for name in ("errors/0.parquet", "data/1.parquet", "data/0.parquet"):
+        cut(tmp_path / "torn" / name)
+        for arguments in ([tmp_path / "torn"], [tmp_path / "out", "--against", tmp_path / "torn"]):
+            said = error(*arguments)
+            assert said.startswith(f"error: output {tmp_path / 'torn'} has rows that cannot be read: ")
+            assert said.endswith("; submit its job again")
     for path in (tmp_path / "out" / "data").iterdir():
         pa.parquet.write_table(pa.table({"x": [1]}), path)
     assert "is not of drafter generate: its rows have no request_id" in error(tmp_path / "out")
