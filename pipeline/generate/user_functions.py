@@ -13,6 +13,7 @@ from typing import Any
 from drafter.errors import one_line, shown
 from pipeline.command_line import say
 from pipeline.errors import InputError
+from pipeline.io.files import address_below
 from pipeline.output.folder import OutputFolder
 
 
@@ -68,8 +69,7 @@ class PartCalls:
     def __init__(self, name: str, uri: str, output: OutputFolder) -> None:
         self._name, self._function = name, user_function("on_part", name)
         self._output, self._called = output, {info.base_name for info in output.told.children()}
-        self._folder, mark, options = uri.partition("?")
-        self._options = mark + options
+        self._uri = uri
         output.told.make_folder()
 
     def look(self, committed: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class PartCalls:
             self._call(part)
 
     def _call(self, part: str) -> None:
-        path = f"{self._folder.rstrip('/')}/data/{part}.parquet{self._options}"
+        path = address_below(self._uri, f"data/{part}.parquet")
         try:
             self._function(path)
         except Exception as error:  # whatever the user's function does: the job goes on

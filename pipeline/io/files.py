@@ -36,6 +36,14 @@ def split_query(uri: str) -> tuple[str, str]:
     return path, mark + query
 
 
+def address_below(folder: str, name: str) -> str:
+    """Return the address of a path below a folder's address, whose query stays at the end; `~` becomes the home."""
+    path, query = split_query(folder)
+    if "://" not in path:
+        path = os.path.expanduser(path)
+    return f"{path.rstrip('/')}/{name}{query}"
+
+
 def is_pattern(uri: str) -> bool:
     return _WILDCARD.search(split_query(uri)[0]) is not None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.command_line import new_parser, parse_arguments
 from pipeline.errors import InputError
+from pipeline.io.files import address_below
 
 REPORT_PAGE, COMPARISON_PAGE = "report.html", "comparison.html"
 CATEGORY = "category"  # default column to group rows by
@@ -37,7 +38,7 @@ class ReportConfig:
 
     @property
     def page_uri(self) -> str:
-        return self.page or f"{self.output.rstrip('/')}/{REPORT_PAGE}"
+        return self.page or address_below(self.output, REPORT_PAGE)
 
 
 def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
@@ -67,7 +68,7 @@ class CompareConfig:
 
     @property
     def page_uri(self) -> str:
-        return self.page or f"{self.second.rstrip('/')}/{COMPARISON_PAGE}"
+        return self.page or address_below(self.second, COMPARISON_PAGE)
 
 
 def parse_comparison(arguments: Sequence[str] | None = None) -> CompareConfig:

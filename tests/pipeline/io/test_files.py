@@ -25,6 +25,7 @@ from pipeline.cluster.ray_cluster import free_ports
 from pipeline.errors import InputError
 from pipeline.io.files import (
     Location,
+    address_below,
     is_copy,
     is_pattern,
     locate,
@@ -272,3 +273,18 @@ def test_a_query_is_no_pattern(uri: str, base: Any) -> None:
     assert is_pattern(uri) is (base is not None)
     if base is not None:
         assert pattern_base(uri) == base
+
+
+@pytest.mark.parametrize(
+    ("folder", "below"),
+    [
+        ("out/", "out/data/x.parquet"),
+        ("/", "/data/x.parquet"),
+        ("out?1", "out?1/data/x.parquet"),
+        ("~/out", "/home/me/out/data/x.parquet"),
+        ("s3://bucket/~/out/?region=eu", "s3://bucket/~/out/data/x.parquet?region=eu"),
+    ],
+)
+def test_an_address_below_a_folder_can_be_opened(monkeypatch: pytest.MonkeyPatch, folder: str, below: str) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert address_below(folder, "data/x.parquet") == below
