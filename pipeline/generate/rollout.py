@@ -74,7 +74,13 @@ class ProgramRow:
 
 
 def _bytes(value: dict[str, Any]) -> Any:
-    return base64.b64decode(value[BYTES]) if value.keys() == {BYTES} else value
+    """Return the bytes that an object stands for; one of the row's own that looks like that stays as it is."""
+    if value.keys() != {BYTES}:
+        return value
+    try:
+        return base64.b64decode(value[BYTES], validate=True)
+    except (TypeError, ValueError):
+        return value
 
 
 @dataclass(frozen=True)
@@ -281,7 +287,7 @@ class Program:
             if name in self._rollout.taken:
                 raise self._failed(f"returned a column {name!r}, which the row has already: give it another name")
             try:
-                json.dumps(columns[name], ensure_ascii=False).encode()
+                json.dumps({name: columns[name]}, ensure_ascii=False).encode()  # a name may have half a character, too
             except (TypeError, ValueError, RecursionError) as error:
                 raise self._failed(f"returned a column {name!r} that JSON cannot hold: {one_line(error)}") from error
         return json.dumps(columns, ensure_ascii=False), valid

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
@@ -22,7 +25,9 @@ from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams, sample_seed
 from jobs.compare import main as compare
 from jobs.report import main as report
+from pipeline.errors import RowError
 from pipeline.generate.rollout import Program, ProgramRow, Rollout
+from pipeline.generate.staging import BYTES
 from tests.pipeline.conftest import Driver, Run, job_arguments, write_jsonl
 from tests.pipeline.generate.test_chaos import committed, kill_engines
 from tests.support import programs
@@ -265,3 +270,26 @@ def test_fates_of_programs_are_their_rows_own(run: Run, tmp_path: Path) -> None:
     assert len(done.rows) == 13
     assert sorted(answers.values()) == [1, 12]
     assert any(one.startswith("mended: the prompt") for one in answers)
+
+
+@pytest.mark.parametrize("value", [5, "not base64!", None, {"a": 1}])
+def test_an_object_of_the_row_that_looks_like_bytes_stays(value: Any) -> None:
+    rollout = Rollout("x:y", None, 1, frozenset())  # type: ignore[arg-type]
+    asked, bytes_ = {"a": {BYTES: value}}, {"b": {BYTES: base64.b64encode(b"\0x").decode()}}
+    sampling = json.dumps(asdict(SamplingParams(seed=1)))
+    staged = pa.table({"request_id": ["1"], "asked": [json.dumps(asked | bytes_)], "sampling": [sampling]})
+    assert rollout.rows(staged)["1"].row == {**asked, "b": b"\0x"}
+
+
+def test_a_name_with_half_a_character_is_its_rows_error() -> None:
+    async def half(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
+        return {"a\ud800": 1}
+
+    with pytest.raises(RowError, match=r"returned a column 'a\\ud800' that JSON cannot hold"):
+        of_function(half).future.result(PATIENCE)
+
+
+def of_function(function: Callable[..., Any]) -> Program:
+    rollout: Any = Rollout("x:y", None, PATIENCE, frozenset())  # type: ignore[arg-type]
+    row = ProgramRow("a", {}, SamplingParams())
+    return Program(rollout, function, row, lambda asked: Prompt([1]), lambda request: Handle(request, stream=False))
