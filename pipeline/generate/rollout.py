@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,10 +183,7 @@ class Program:
         except RowError as error:
             self._settle(error)
         except BaseException as error:  # whatever the user's function does
-            frames = traceback.extract_tb(error.__traceback__)
-            own = [one for one in frames if one.filename == inspect.unwrap(self._function).__code__.co_filename]
-            where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if not own else f"line {own[-1].lineno}"
-            self._settle(self._failed(f"failed in {where}: {type(error).__name__}: {one_line(error)}"))
+            self._settle(self._failed(f"failed in {_place(error, self._function)}: {_said(error)}"))
         else:
             self._settle(ProgramAnswer(columns, valid, [self._calls[number] for number in sorted(self._calls)]))
 
@@ -291,6 +289,24 @@ class Program:
             except (TypeError, ValueError, RecursionError) as error:
                 raise self._failed(f"returned a column {name!r} that JSON cannot hold: {one_line(error)}") from error
         return json.dumps(columns, ensure_ascii=False), valid
+
+
+def _place(error: BaseException, function: Callable[..., Any]) -> str:
+    """Return where an error was raised: the last line in the file of a program, if there is one."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if code is not None and one.filename == code.co_filename]
+    return f"line {own[-1].lineno}" if own else f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+
+
+def _said(error: BaseException) -> str:
+    name = type(error).__name__
+    try:
+        return f"{name}: {one_line(error)}"
+    except BaseException as another:  # the user's class says it
+        return f"{name}, which cannot say why: {type(another).__name__}"
 
 
 def summed(name: str, calls: Sequence[Generation]) -> Generation:

@@ -289,6 +289,27 @@ def test_a_name_with_half_a_character_is_its_rows_error() -> None:
         of_function(half).future.result(PATIENCE)
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+async def fails(row: dict[str, Any], generate: Callable[..., Any], error: Exception) -> dict[str, Any]:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("boom"), r"failed in line \d+: ValueError: boom"),
+        (SilentError(), r"failed in line \d+: SilentError, which cannot say why: RuntimeError"),
+    ],
+)
+def test_an_error_of_a_partial_function_is_said_at_once(error: Exception, message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        of_function(partial(fails, error=error)).future.result(PATIENCE)
+
+
 def of_function(function: Callable[..., Any]) -> Program:
     rollout: Any = Rollout("x:y", None, PATIENCE, frozenset())  # type: ignore[arg-type]
     row = ProgramRow("a", {}, SamplingParams())
