@@ -36,7 +36,7 @@ from pipeline.generate.row_keys import (
     places_of,
     text_keys,
 )
-from pipeline.generate.staging import StagingPlan, read_rows, refuse_shared_ids, rows_per_part
+from pipeline.generate.staging import StagingPlan, read_rows, refuse_empty, refuse_shared_ids, rows_per_part
 from pipeline.io.files import Location, in_parallel
 from pipeline.io.listing import read_apart
 from pipeline.io.parts import Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
@@ -290,7 +290,7 @@ def _carry(
 def dry_run(job: Job) -> Changes:
     """Compare the input with the output's, and find rows without a valid request, without writing anything.
 
-    Images are not opened.
+    Images are not opened. Raises `InputError` as staging does.
     """
     rows = job.config.writing.rows_per_file or rows_per_part(job.listing, job.config.reading)
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, images=job.staged_images)
@@ -301,6 +301,7 @@ def dry_run(job: Job) -> Changes:
         pieces.append(asked_rows(table, several=job.several))
         broken += _refused(job, table)
     now = joined(pieces)
+    refuse_empty(len(now))
     if job.prompts.id_column is not None:
         refuse_shared_ids(now.names, lambda: read_rows(job.listing, plan), plan)
     else:

@@ -272,6 +272,13 @@ def test_a_dry_run_counts_and_changes_nothing(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_dry_run_refuses_what_the_job_does(tmp_path: Path) -> None:
+    job = MadeUpJob(tmp_path, prompts(*"abc"))
+    reading = replace(job.job.config.reading, skip=3)
+    with pytest.raises(InputError, match="the input has no rows"):
+        dry_run(replace(job.job, config=replace(job.job.config, reading=reading)))
+
+
 def test_a_dry_run_names_rows_that_cannot_be_read(tmp_path: Path) -> None:
     job = MadeUpJob(tmp_path, prompts(*"abcdef"))
     lines = job.source.read_text().splitlines()
