@@ -33,7 +33,7 @@ from pipeline.generate.row_requests import asked_of, row_sampling
 from pipeline.generate.staging import BYTES
 from pipeline.generate.user_functions import rollout_function
 from pipeline.io.parts import pack, unpack, with_problems
-from pipeline.output.columns import PROGRAM, OutputColumn, RunTraits, column_values, slot_seconds
+from pipeline.output.columns import MOST_PROGRAM_COLUMNS, PROGRAM, OutputColumn, RunTraits, column_values, slot_seconds
 from pipeline.settings import SAMPLING_COLUMN
 
 if TYPE_CHECKING:
@@ -281,6 +281,9 @@ class Program:
         valid = columns.pop("valid", None)
         if not isinstance(valid, bool | None):
             raise self._failed(f"returned {shown(valid)} as valid, which is True, False or None")
+        if len(columns) > MOST_PROGRAM_COLUMNS:
+            many = f"{len(columns):,} columns, and up to {MOST_PROGRAM_COLUMNS:,} are kept"
+            raise self._failed(f"returned {many}: put what differs from row to row into one, such as a dict")
         for name in columns:
             if name in self._rollout.taken:
                 raise self._failed(f"returned a column {name!r}, which the row has already: give it another name")

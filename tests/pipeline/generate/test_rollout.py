@@ -28,6 +28,7 @@ from jobs.report import main as report
 from pipeline.errors import RowError
 from pipeline.generate.rollout import Program, ProgramRow, Rollout
 from pipeline.generate.staging import BYTES
+from pipeline.output.columns import MOST_PROGRAM_COLUMNS
 from tests.pipeline.conftest import Driver, Run, job_arguments, write_jsonl
 from tests.pipeline.generate.test_chaos import committed, kill_engines
 from tests.support import programs
@@ -287,6 +288,14 @@ def test_a_name_with_half_a_character_is_its_rows_error() -> None:
 
     with pytest.raises(RowError, match=r"returned a column 'a\\ud800' that JSON cannot hold"):
         of_function(half).future.result(PATIENCE)
+
+
+def test_a_row_returns_so_many_columns_at_most() -> None:
+    async def count(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
+        return {f"word {n}": 1 for n in range(MOST_PROGRAM_COLUMNS + 1)}
+
+    with pytest.raises(RowError, match=r"returned 1,001 columns, and up to 1,000 are kept: put what differs"):
+        of_function(count).future.result(PATIENCE)
 
 
 class SilentError(Exception):
