@@ -33,6 +33,7 @@ from pipeline.generate.row_requests import asked_of, row_sampling
 from pipeline.generate.staging import BYTES
 from pipeline.generate.user_functions import rollout_function
 from pipeline.io.parts import pack, unpack, with_problems
+from pipeline.io.reading import refuse_deep
 from pipeline.output.columns import MOST_PROGRAM_COLUMNS, PROGRAM, OutputColumn, RunTraits, column_values, slot_seconds
 from pipeline.settings import SAMPLING_COLUMN
 
@@ -288,7 +289,9 @@ class Program:
             if name in self._rollout.taken:
                 raise self._failed(f"returned a column {name!r}, which the row has already: give it another name")
             try:
-                json.dumps({name: columns[name]}, ensure_ascii=False).encode()  # a name may have half a character, too
+                text = json.dumps({name: columns[name]}, ensure_ascii=False)
+                text.encode()  # of the name, too, which may have half a character
+                refuse_deep(json.loads(text), text, "it")
             except (TypeError, ValueError, RecursionError) as error:
                 raise self._failed(f"returned a column {name!r} that JSON cannot hold: {one_line(error)}") from error
         return json.dumps(columns, ensure_ascii=False), valid

@@ -290,6 +290,20 @@ def test_a_name_with_half_a_character_is_its_rows_error() -> None:
         of_function(half).future.result(PATIENCE)
 
 
+@pytest.mark.parametrize("levels", [300, 900])
+def test_a_value_of_very_many_levels_is_its_rows_error(levels: int) -> None:
+    """The part of the row could not be written."""
+
+    async def nested(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
+        value: Any = 1
+        for _ in range(levels):
+            value = [value]
+        return {"a": value}
+
+    with pytest.raises(RowError, match=r"a column 'a' that JSON cannot hold: it is nested too deeply: more than 200"):
+        of_function(nested).future.result(PATIENCE)
+
+
 def test_a_row_returns_so_many_columns_at_most() -> None:
     async def count(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
         return {f"word {n}": 1 for n in range(MOST_PROGRAM_COLUMNS + 1)}
