@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from drafter.errors import without_secrets
+from drafter.errors import RequestError, without_secrets
 
 ProblemType = Literal[
     "BadRow",
@@ -17,12 +17,14 @@ ProblemType = Literal[
     "NotFinite",
     "EngineDied",
     "ProgramFailed",
+    "ImageUnavailable",
 ]
 """Reasons for which a row cannot be generated.
 
 `BadRow`: invalid record. `BadRequest`: invalid line of an OpenAI batch. `BadSampling`: invalid settings of its own.
 `Refused`: by the engine. `NotFinite`: the target model's activations overflow. `EngineDied`: engines died with it.
-`ProgramFailed`: the user's function raised an error, or returned what is no columns.
+`ProgramFailed`: the user's function raised an error, or returned what is no columns. `ImageUnavailable`: an image
+cannot be fetched, or has changed since rows were read; the next submission generates the row again.
 """
 
 
@@ -46,6 +48,10 @@ class JobStopped(KeyboardInterrupt):
 
     Ray's compiled code, where the main thread waits, lets only a KeyboardInterrupt through.
     """
+
+
+class UnavailableError(RequestError):
+    """A request that may be generated at another time: a file that it names cannot be fetched now, or has changed."""
 
 
 class RowError(ValueError):

@@ -63,6 +63,10 @@ class SubmitConfig:
                 raise InputError(f"runtime_env {self.runtime_env} cannot be read: {one_line(error)}") from error
             if not isinstance(more, dict) or not isinstance(more.get("env_vars", {}), dict):
                 raise InputError(f"runtime_env {self.runtime_env} is not a mapping such as `env_vars: {{NAME: value}}`")
+            for name, value in more.get("env_vars", {}).items():
+                if not (isinstance(name, str) and isinstance(value, str)):  # YAML reads 4 as a number, and no as false
+                    said = f"env_vars has {name}: {value!r}, and variables are texts"
+                    raise InputError(f"runtime_env {self.runtime_env}: {said}: put quotes around it")
         if Path(self.working_dir).resolve() == ROOT:  # the copy has no .git, and results name the commit that made them
             more["env_vars"] = {**for_a_copy(), **more.get("env_vars", {})}
         return {"working_dir": self.working_dir, "excludes": list(_EXCLUDED), **more}
@@ -155,7 +159,7 @@ def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str
             return str(client.submit_job(entrypoint=command, runtime_env=environment, submission_id=chosen)), True
         except InputError:
             raise
-        except ValueError as error:  # such as a folder that is too large
+        except (TypeError, ValueError) as error:  # such as a variable that is no text, or a folder that is too large
             raise InputError(f"the job cannot be submitted: {one_line(error)}") from error
         except (RuntimeError, OSError) as error:
             if failures == _PATIENCE - 1:

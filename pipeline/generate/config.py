@@ -168,7 +168,8 @@ def read_files(settings: Namespace) -> None:
     Raises:
         InputError: There is no such file, or it is not text, or a schema's is not JSON.
     """
-    asked = settings.sampling.structured_outputs
+    sampling = settings.sampling
+    asked = sampling.structured_outputs if isinstance(sampling, Namespace) else None  # that is refused later
     if asked is None:
         return
     if isinstance(asked.json, str) and not asked.json.lstrip().startswith("{") and asked.json not in ("true", "false"):

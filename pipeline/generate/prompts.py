@@ -28,7 +28,7 @@ from drafter.text.tokenizers import (
     tokenise_each,
 )
 from pipeline.cluster.model_copies import model_name
-from pipeline.errors import RowError
+from pipeline.errors import RowError, UnavailableError
 from pipeline.generate.row_images import IMAGES, ImageReading, images_of, row_sources, with_marks, with_places
 from pipeline.io.listing import PromptSource
 from pipeline.io.reading import UnreadableValueError
@@ -130,6 +130,8 @@ def written(
         return encode(asked, given, limits=settings.images.limits, max_length=settings.max_length)
     except PromptTooLongError as error:
         raise RowError("Refused", str(error)) from error
+    except UnavailableError as error:
+        raise RowError("ImageUnavailable", str(error)) from error
     except RequestError as error:
         raise RowError("BadPrompt", str(error)) from error
 

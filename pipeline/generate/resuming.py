@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from drafter.errors import one_line
 from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
-from pipeline.errors import InputError
+from pipeline.errors import InputError, ProblemType, RowProblem
 from pipeline.generate.checks import Job
 from pipeline.generate.row_images import IMAGES
 from pipeline.generate.row_keys import (
@@ -36,7 +36,7 @@ from pipeline.generate.row_keys import (
     places_of,
     text_keys,
 )
-from pipeline.generate.staging import StagingPlan, read_rows, refuse_shared_ids, rows_per_part
+from pipeline.generate.staging import StagingPlan, read_rows, refuse_empty, refuse_shared_ids, rows_per_part
 from pipeline.io.files import Location, in_parallel
 from pipeline.io.listing import read_apart
 from pipeline.io.parts import Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
@@ -48,6 +48,8 @@ from pipeline.output.part_files import ERROR_SCHEMA, commit_part, discard_torn, 
 _SHOWN = 3  # rows that cannot be generated, of which a dry run says why
 _OPEN_FILES = 4
 """Result files in memory: a new part has rows of one or two old parts."""
+_TRY_AGAIN: ProblemType = "ImageUnavailable"
+"""Errors of rows that each submission generates again."""
 _PART_FILE = re.compile(r"(?:\d{3,}-)?\d{5}-\d{6}\.parquet")
 
 
@@ -60,7 +62,9 @@ def is_finished(job: Job) -> bool:
     if run["state"] != "finished" or run.get("batch_bytes") != batch_bytes(output):
         return False
     staged = StagedInput.load(output.staged)
-    return staged is not None and staged.source == job.source and is_whole(output, staged.parts)
+    if staged is None or staged.source != job.source or not is_whole(output, staged.parts):
+        return False
+    return not _parts_to_try_again(job)
 
 
 def is_damaged(job: Job, staged: StagedInput) -> bool:
@@ -86,7 +90,46 @@ def reopen(job: Job) -> StagedInput | None:
     if staged.source != job.source and not output.has_results():
         output.forget_job()
         return None
+    _open_again(job, staged)
     return staged
+
+
+def _parts_to_try_again(job: Job) -> list[str]:
+    """Return the names of parts with errors of rows whose images may be there by now."""
+    if job.staged_images is None:
+        return []
+    errors = job.output.errors
+    names = sorted(errors.parquets())
+    kinds = in_parallel(lambda name: (errors / f"{name}.parquet").read_parquet(["error_type"])["error_type"], names)
+    return [name for name, some in zip(names, kinds, strict=True) if _TRY_AGAIN in some.to_pylist()]
+
+
+def _open_again(job: Job, staged: StagedInput) -> None:
+    """Take back the commit of parts with rows to try again; their other rows are saved as unfinished, first of all."""
+    output, names = job.output, _parts_to_try_again(job)
+    if not names:
+        return
+    begun = output.committed().intersection(names)  # of others, a driver that was killed here has saved the rows
+    rows = [row for row in read_unfinished(output) if row.part not in begun]
+    for name in sorted(begun):
+        rows += _saved_rows(output, name, staged.row_type.num_fields)
+    write_unfinished(output, rows)
+    for name in names:
+        for folder, file in ((output.data, f"{name}.parquet"), (output.errors, f"{name}.parquet"), (output.told, name)):
+            (folder / file).delete()
+
+
+def _saved_rows(output: OutputFolder, part: str, given: int) -> list[SavedRow]:
+    """Return the rows of a part that engines have finished; those that no engine had get their errors again."""
+    table = (output.data / f"{part}.parquet").read_parquet()
+    generated = table.select(table.column_names[1 + given :]).to_pylist()
+    names = table["request_id"].to_pylist()
+    done = [SavedRow(part, name, one, None, 0) for name, one in zip(names, generated, strict=True)]
+    for error in (output.errors / f"{part}.parquet").read_parquet().to_pylist():
+        if error["attempts"]:
+            problem = RowProblem(error["error_type"], error["message"], attempts=error["attempts"])
+            done.append(SavedRow(part, error["request_id"], None, vars(problem), 0))
+    return done
 
 
 def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
@@ -146,6 +189,7 @@ class Results:
         files = whole_files(output, staged.parts)
         errors = [file.place.read_parquet(ERROR_SCHEMA.names) for file in files if not file.commits]
         failed = pa.concat_tables([ERROR_SCHEMA.empty_table(), *errors])
+        failed = failed.filter(pc.not_equal(failed["error_type"], _TRY_AGAIN))
         self._problems = failed.select(["error_type", "message", "attempts"])
         self._problem_of = places_of(names, text_keys(failed["request_id"].to_pylist()))
         self._paths = [file.place.path for file in files if file.commits]
@@ -292,7 +336,7 @@ def _carry(
 def dry_run(job: Job) -> Changes:
     """Compare the input with the output's, and find rows without a valid request, without writing anything.
 
-    Images are not opened.
+    Images are not opened. Raises `InputError` as staging does.
     """
     rows = job.config.writing.rows_per_file or rows_per_part(job.listing, job.config.reading)
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, images=job.staged_images)
@@ -303,6 +347,7 @@ def dry_run(job: Job) -> Changes:
         pieces.append(asked_rows(table, several=job.several))
         broken += _refused(job, table)
     now = joined(pieces)
+    refuse_empty(len(now))
     if job.prompts.id_column is not None:
         refuse_shared_ids(now.names, lambda: read_rows(job.listing, plan), plan)
     else:

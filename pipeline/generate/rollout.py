@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,8 @@ from pipeline.generate.row_requests import asked_of, row_sampling
 from pipeline.generate.staging import BYTES
 from pipeline.generate.user_functions import rollout_function
 from pipeline.io.parts import pack, unpack, with_problems
-from pipeline.output.columns import PROGRAM, OutputColumn, RunTraits, column_values, slot_seconds
+from pipeline.io.reading import refuse_deep
+from pipeline.output.columns import MOST_PROGRAM_COLUMNS, PROGRAM, OutputColumn, RunTraits, column_values, slot_seconds
 from pipeline.settings import SAMPLING_COLUMN
 
 if TYPE_CHECKING:
@@ -74,7 +76,13 @@ class ProgramRow:
 
 
 def _bytes(value: dict[str, Any]) -> Any:
-    return base64.b64decode(value[BYTES]) if value.keys() == {BYTES} else value
+    """Return the bytes that an object stands for; one of the row's own that looks like that stays as it is."""
+    if value.keys() != {BYTES}:
+        return value
+    try:
+        return base64.b64decode(value[BYTES], validate=True)
+    except (TypeError, ValueError):
+        return value
 
 
 @dataclass(frozen=True)
@@ -176,10 +184,7 @@ class Program:
         except RowError as error:
             self._settle(error)
         except BaseException as error:  # whatever the user's function does
-            frames = traceback.extract_tb(error.__traceback__)
-            own = [one for one in frames if one.filename == inspect.unwrap(self._function).__code__.co_filename]
-            where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if not own else f"line {own[-1].lineno}"
-            self._settle(self._failed(f"failed in {where}: {type(error).__name__}: {one_line(error)}"))
+            self._settle(self._failed(f"failed in {_place(error, self._function)}: {_said(error)}"))
         else:
             self._settle(ProgramAnswer(columns, valid, [self._calls[number] for number in sorted(self._calls)]))
 
@@ -277,14 +282,37 @@ class Program:
         valid = columns.pop("valid", None)
         if not isinstance(valid, bool | None):
             raise self._failed(f"returned {shown(valid)} as valid, which is True, False or None")
+        if len(columns) > MOST_PROGRAM_COLUMNS:
+            many = f"{len(columns):,} columns, and up to {MOST_PROGRAM_COLUMNS:,} are kept"
+            raise self._failed(f"returned {many}: put what differs from row to row into one, such as a dict")
         for name in columns:
             if name in self._rollout.taken:
                 raise self._failed(f"returned a column {name!r}, which the row has already: give it another name")
             try:
-                json.dumps(columns[name], ensure_ascii=False).encode()
+                text = json.dumps({name: columns[name]}, ensure_ascii=False)
+                text.encode()  # of the name, too, which may have half a character
+                refuse_deep(json.loads(text), text, "it")
             except (TypeError, ValueError, RecursionError) as error:
                 raise self._failed(f"returned a column {name!r} that JSON cannot hold: {one_line(error)}") from error
         return json.dumps(columns, ensure_ascii=False), valid
+
+
+def _place(error: BaseException, function: Callable[..., Any]) -> str:
+    """Return where an error was raised: the last line in the file of a program, if there is one."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if code is not None and one.filename == code.co_filename]
+    return f"line {own[-1].lineno}" if own else f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+
+
+def _said(error: BaseException) -> str:
+    name = type(error).__name__
+    try:
+        return f"{name}: {one_line(error)}"
+    except BaseException as another:  # the user's class says it
+        return f"{name}, which cannot say why: {type(another).__name__}"
 
 
 def summed(name: str, calls: Sequence[Generation]) -> Generation:

@@ -23,7 +23,7 @@ from drafter.half_characters import parsed_json
 from drafter.images.messages import PLACE, take_images
 from drafter.images.opening import GivenImage, ImageLimits, given_image, image_digest, is_data, open_image, unwrapped
 from pipeline.command_line import say
-from pipeline.errors import InputError, RowProblem
+from pipeline.errors import InputError, RowProblem, UnavailableError
 from pipeline.io.fetching import fetch_web, is_web
 from pipeline.io.files import in_parallel, locate
 from pipeline.io.listing import PromptSource
@@ -110,16 +110,27 @@ class ImageReading:
         """Return what is at the source of a staged row's image.
 
         Raises:
-            RequestError: It cannot be read, or is not the one with this identity, if there is one.
+            RequestError: It cannot be read.
+            UnavailableError: It cannot be fetched now, or is not the one with this identity, if there is one.
         """
 
         def fetch(address: str, most: int) -> bytes:
-            content = self.fetch(address, most)
+            try:
+                content = self.fetch(address, most)
+            except RequestError as error:
+                if identity in (None, address):
+                    raise
+                raise UnavailableError(str(error)) from error  # it was read as rows were
             if identity is not None and identity not in (address, image_digest(content, self.limits)):
-                raise RequestError("it has changed since rows were read: submit the same command again")
+                raise UnavailableError("it has changed since rows were read: submit the same command again")
             return content
 
-        return given_image(source, self.limits, fetch=fetch)
+        try:
+            return given_image(source, self.limits, fetch=fetch)
+        except RequestError as error:  # which has the image's name, too
+            if isinstance(error.__cause__, UnavailableError):
+                raise UnavailableError(str(error)) from error
+            raise
 
 
 def seeing_processor(name: str, *, trust_remote_code: bool) -> ImageProcessor | None:

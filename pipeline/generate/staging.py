@@ -109,8 +109,7 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
     work = [task.remote(files, f"{prefix}{index:05d}", plan) for index, files in enumerate(listings)]
     done = [staged_group(task, files) for task, files in zip(work, listings, strict=True)]
     parts = tuple(part for parts, _ in done for part in parts)
-    if not parts:
-        raise InputError("the input has no rows")
+    refuse_empty(len(parts))
     if before is not None:
         if [(part.name, part.rows) for part in parts] != [(part.name, part.rows) for part in before.parts]:
             raise InputError(
@@ -125,6 +124,12 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
     if plan.prompts.kind == "messages" and listing.of_json:
         _say_what_chats_are(staged, plan.prompts.column)
     return told_apart(staged, plan)
+
+
+def refuse_empty(count: int) -> None:
+    """Raise `InputError` for an input without rows, or one of which `skip` leaves none."""
+    if not count:
+        raise InputError("the input has no rows")
 
 
 def staged_group(task: ray.ObjectRef, files: InputListing) -> tuple[list[Part], list[SeenType]]:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from drafter.errors import RequestError, one_line, shown
+from pipeline.errors import UnavailableError
 
 _PORTS = {"http": 80, "https": 443}
 _MOST_HOPS = 4
@@ -41,7 +42,8 @@ def fetch_web(address: str, most: int, hosts: Collection[str], seconds: float = 
         seconds: Longest time, with all redirects.
 
     Raises:
-        RequestError: The host is not one of these, its address is not public, or it does not answer with the content.
+        RequestError: The host is not one of these, its address is not public, or it answers with too much.
+        UnavailableError: It does not answer with the content.
     """
     end = time.monotonic() + seconds
     for _ in range(_MOST_HOPS):
@@ -88,7 +90,7 @@ def _public_address(host: str, port: int) -> tuple[str, int]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise RequestError(f"the host {shown(host)} is not known") from error
+        raise UnavailableError(f"the host {shown(host)} is not known") from error
     addresses = [(str(one[4][0]), int(one[4][1])) for one in found]
     if not addresses or not all(_is_public(one) for one, _ in addresses):
         raise RequestError(f"the host {shown(host)} has an address that is not public")
@@ -138,7 +140,7 @@ def _connected(url: SplitResult, end: float) -> Iterator[_Connection]:
     """Yield a connection that is cut at the time `end`: a timeout alone starts again with each byte that comes."""
     seconds = end - time.monotonic()
     if seconds <= 0:
-        raise RequestError("its host takes too long")
+        raise UnavailableError("its host takes too long")
     port = url.port or _PORTS[url.scheme]
     connection = _Connection(url, _public_address(str(url.hostname), port), seconds)
     late = threading.Event()
@@ -158,7 +160,7 @@ def _connected(url: SplitResult, end: float) -> Iterator[_Connection]:
         raise
     except (OSError, ValueError, http.client.HTTPException) as error:  # a host of names that are too long is a value
         why = "takes too long" if late.is_set() or isinstance(error, TimeoutError) else "cannot be asked"
-        raise RequestError(f"its host {why}: {one_line(error, 200)}") from error
+        raise UnavailableError(f"its host {why}: {one_line(error, 200)}") from error
     finally:
         timer.cancel()
         connection.close()
@@ -166,7 +168,7 @@ def _connected(url: SplitResult, end: float) -> Iterator[_Connection]:
 
 def _content(answer: http.client.HTTPResponse, most: int) -> bytes:
     if answer.status != http.client.OK:
-        raise RequestError(f"its host answers with status {answer.status}")
+        raise UnavailableError(f"its host answers with status {answer.status}")
     if answer.length is not None and answer.length > most:
         raise RequestError(f"it has more than {most:,} bytes, the limit")
     content = bytearray()
@@ -175,5 +177,5 @@ def _content(answer: http.client.HTTPResponse, most: int) -> bytes:
         if len(content) > most:
             raise RequestError(f"it has more than {most:,} bytes, the limit")
     if answer.length:  # what was announced did not come
-        raise RequestError("its host ended before all of it had come")
+        raise UnavailableError("its host ended before all of it had come")
     return bytes(content)

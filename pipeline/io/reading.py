@@ -334,8 +334,7 @@ def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None
         raise ValueError(f"the line is nested too deeply: more than {_DEEPEST} levels") from error
     if not isinstance(record, dict):
         raise ValueError("the line is not a JSON object: write one object a line")
-    if text.count("{") + text.count("[") > _DEEPEST and _levels(record) > _DEEPEST:
-        raise ValueError(f"the line is nested too deeply: more than {_DEEPEST} levels")
+    refuse_deep(record, text, "the line")
     if "\\ud" in text.lower():
         refuse_half_characters(record, "the line")
     if text_column is not None and not isinstance(record.get(text_column), str | None):
@@ -343,6 +342,12 @@ def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None
     if json_column in record:
         record[json_column] = as_text(record[json_column])
     return record
+
+
+def refuse_deep(value: Any, text: str, what: str) -> None:
+    """Raise `ValueError` if a value, whose JSON is `text`, has too many levels of objects and lists."""
+    if text.count("{") + text.count("[") > _DEEPEST and _levels(value) > _DEEPEST:
+        raise ValueError(f"{what} is nested too deeply: more than {_DEEPEST} levels")
 
 
 def _levels(value: Any) -> int:

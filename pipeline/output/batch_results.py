@@ -28,7 +28,7 @@ from pipeline.output.folder import OutputFolder
 
 _ROWS = 256
 # Errors of the request itself, which OpenAI would have answered with status 400.
-_REFUSED: tuple[ProblemType, ...] = ("BadRequest", "BadPrompt", "BadSampling", "Refused")
+_REFUSED: tuple[ProblemType, ...] = ("BadRequest", "BadPrompt", "BadSampling", "Refused", "ImageUnavailable")
 _CODES = {"BadRow": "invalid_json_line", "TimedOut": "request_timeout", "EngineDied": "server_error"}
 """OpenAI's codes of other errors, by the type in `errors/`."""
 Row = dict[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
@@ -146,7 +146,12 @@ COLUMNS = (
 _OF_ONE_CALL = {"text", "reasoning_content", "prompt_token_ids", PROMPT_IMAGES, "token_ids", "per_step_accepted"}
 _OF_ONE_CALL |= {"logprobs", "forced_positions", "lenient_positions"}
 PROGRAM = "program_columns"
-"""Column of what a program returned, as JSON text, until its part is written; see `with_program_columns`."""
+"""Column of what a program returned, as JSON text, until its part is written; see `with_program_columns`.
+
+An output whose programs return too many different columns keeps it.
+"""
+MOST_PROGRAM_COLUMNS = 1000
+"""Different columns that a program may return, and that those of an output may return without a text in their place."""
 _PROGRAM_COLUMNS = (
     OutputColumn("num_calls", _INTEGER, lambda g, r, run: 1),
     OutputColumn(PROGRAM, _TEXT, lambda g, r, run: "{}"),
@@ -162,12 +167,17 @@ def wanted_columns(run: RunTraits) -> tuple[OutputColumn, ...]:
 
 
 def with_program_columns(generated: pa.StructArray) -> pa.StructArray:
-    """Put the columns that programs returned in the place of their JSON text, typed as those of JSON lines."""
+    """Put the columns that programs returned in the place of their JSON text, typed as those of JSON lines.
+
+    Of more than `MOST_PROGRAM_COLUMNS`, such as counts of words by the word, the text stays.
+    """
     place = generated.type.get_field_index(PROGRAM)
     if place < 0:
         return generated
     records = [json.loads(text) for text in generated.field(place).to_pylist()]
     names = dict.fromkeys(chain.from_iterable(records))
+    if len(names) > MOST_PROGRAM_COLUMNS:
+        return generated
     theirs = pa.table({name: infer_column([record.get(name) for record in records]) for name in names})
     kind = unify(seen_types(theirs, "the output"), json_objects=True)
     columns = {field.name: conform(whole(theirs[field.name]), field.type) for field in kind}
@@ -180,9 +190,36 @@ def with_program_text(generated: pa.Table, names: Collection[str]) -> pa.Table:
     """Undo `with_program_columns` where `PROGRAM` is among the `names` of columns that a job generates itself."""
     if PROGRAM not in names:
         return generated
-    theirs = generated.select([name for name in generated.column_names if name not in names])
-    texts = [json.dumps(row, ensure_ascii=False) for row in python_rows(theirs)]
-    return generated.append_column(PROGRAM, pa.array(texts, pa.string()))
+    return _with_text(generated, [name for name in generated.column_names if name not in names], nulls=True)
+
+
+def too_many_program_columns(schemas: Iterable[pa.Schema]) -> list[str]:
+    """Return the columns that programs returned in some files of an output alone, if they are too many for columns.
+
+    So it is, too, if a file has them as text already.
+    """
+    files = [set(schema.names) for schema in schemas]
+    some = sorted(set.union(*files) - set.intersection(*files))
+    return some if len(some) > MOST_PROGRAM_COLUMNS or PROGRAM in some else []
+
+
+def without_program_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
+    """Put JSON text in the column `PROGRAM` in the place of those of the `names` that a table has."""
+    theirs = [name for name in table.column_names if name in names and name != PROGRAM]
+    return _with_text(table, theirs, nulls=False).drop_columns(theirs)
+
+
+def _with_text(table: pa.Table, theirs: Sequence[str], *, nulls: bool) -> pa.Table:
+    """Put some columns into `PROGRAM`, beside what the table has there already."""
+    before = table[PROGRAM].to_pylist() if PROGRAM in table.column_names else ["{}"] * table.num_rows
+    rows = python_rows(table.select(theirs)) if theirs else [{}] * table.num_rows
+    texts = [
+        json.dumps({k: v for k, v in row.items() if nulls or v is not None} | json.loads(text), ensure_ascii=False)
+        for row, text in zip(rows, before, strict=True)
+    ]
+    if PROGRAM in table.column_names:
+        table = table.drop_columns([PROGRAM])
+    return table.append_column(PROGRAM, pa.array(texts, pa.string()))
 
 
 def columns_type(columns: Sequence[OutputColumn] = COLUMNS) -> pa.StructType:

@@ -21,7 +21,13 @@ from pipeline.io.column_notes import with_schema_notes
 from pipeline.io.column_types import conform_struct, free_name, python_rows, seen_types, unify, whole
 from pipeline.io.files import Location, in_parallel, parquet_rows
 from pipeline.io.parts import Part
-from pipeline.output.columns import with_program_columns
+from pipeline.output.columns import (
+    MOST_PROGRAM_COLUMNS,
+    PROGRAM,
+    too_many_program_columns,
+    with_program_columns,
+    without_program_columns,
+)
 from pipeline.output.folder import OutputFolder
 
 ERROR_SCHEMA = pa.schema(
@@ -55,7 +61,7 @@ def data_table(rows: pa.Table) -> pa.Table:
     finished = rows.filter(pa.compute.is_null(rows["problem"]))
     given, generated = whole(finished["row"]), with_program_columns(whole(finished["generated"]))
     theirs, ours = ([field.name for field in one.type] for one in (given, generated))
-    taken = {"request_id", *ours}
+    taken = {"request_id", *finished["generated"].type.names, *ours}
     fields = [field.with_name(free_name(field.name, taken, theirs)) for field in given.type]
     columns = {"request_id": finished["request_id"]}
     columns |= zip((field.name for field in fields), given.flatten(), strict=True)
@@ -66,17 +72,27 @@ def data_table(rows: pa.Table) -> pa.Table:
 def unify_types(output: OutputFolder) -> None:
     """Give each column one type in all files of rows: what programs return is typed part by part.
 
-    A file is replaced by one with the same rows, so that a kill meanwhile does no harm.
+    A file is replaced by one with the same rows, so that a kill meanwhile does no harm. Columns that some files lack
+    become one of JSON text if they are too many.
     """
     files = [output.data / f"{name}.parquet" for name in sorted(output.data.parquets())]
-    if len(set(in_parallel(_schema, files))) < 2:
+    schemas = in_parallel(_schema, files)
+    if len(set(schemas)) < 2:
         return
-    seen = (one for file in files for one in seen_types(file.read_parquet(), file.name))
-    kind = unify(dict.fromkeys(seen), json_objects=True)
-    for file in files:
+    if texts := too_many_program_columns(schemas):
+        many = f"more than {MOST_PROGRAM_COLUMNS:,} different columns"
+        say(f"programs returned {many}: those that only some files have are in {PROGRAM!r}, as JSON text")
+
+    def read(file: Location) -> pa.Table:
         table = file.read_parquet()
+        return without_program_columns(table, texts) if texts else table
+
+    seen = (one for file in files for one in seen_types(read(file), file.name))
+    kind = unify(dict.fromkeys(seen), json_objects=True)
+    for file, before in zip(files, schemas, strict=True):
+        table = read(file)
         schema = pa.schema(list(kind), metadata=table.schema.metadata)
-        if table.schema != schema:
+        if before != schema:
             columns = whole(pa.chunked_array(table.to_struct_array()))
             rows = conform_struct(columns, kind)
             aside = output.temporary / f"{uuid.uuid4().hex}.parquet"

@@ -9,9 +9,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from ray.runtime_env import RuntimeEnv
 
 from drafter.source_commit import ROOT, for_a_copy
 from examples.local_cluster import LocalCluster, NodeType
@@ -192,3 +194,27 @@ def test_variables_that_are_none_are_refused(tmp_path: Path) -> None:
     more.write_text("env_vars: [MINE]")
     with pytest.raises(InputError, match=r"environment.yaml is not a mapping such as `env_vars"):
         SubmitConfig(runtime_env=str(more)).environment()
+
+
+@pytest.mark.parametrize(("given", "said"), [("OMP_NUM_THREADS: 4", "OMP_NUM_THREADS: 4"), ("4: a", "4: 'a'")])
+def test_variables_that_are_no_texts_are_refused(given: str, said: str, tmp_path: Path) -> None:
+    more = tmp_path / "environment.yaml"
+    more.write_text(f"env_vars: {{{given}}}")
+    with pytest.raises(InputError, match=rf"environment.yaml: env_vars has {said}, .* texts: put quotes"):
+        SubmitConfig(runtime_env=str(more)).environment()
+
+
+def test_what_ray_refuses_in_an_environment_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Client:
+        def submit_job(self, runtime_env: dict[str, Any], **job: Any) -> str:
+            return str(RuntimeEnv(**runtime_env))
+
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: Client())
+    more = tmp_path / "environment.yaml"
+    more.write_text("pip: 3")
+    assert main(["--working_dir", str(tmp_path), "--runtime_env", str(more), "--", "python"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: the job cannot be submitted: runtime_env['pip'] must be of type")
+    assert said.count("\n") == 1

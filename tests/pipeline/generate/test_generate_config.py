@@ -14,7 +14,7 @@ import yaml
 from drafter.acceptance.settings import VerifierSettings
 from pipeline.errors import InputError
 from pipeline.generate.checks import checked_job
-from pipeline.generate.config import GenerateConfig, generate_parser, parse_config
+from pipeline.generate.config import GenerateConfig, generate_parser, parse_config, parse_distill_config
 from tests.support.paths import ROOT
 
 
@@ -135,6 +135,8 @@ def test_bad_settings_are_named(settings: str, message: str) -> None:
             "input: a\noutput: b\nsampling:\n  structured_outputs: 1\n",
             "sampling.structured_outputs must be a group of settings or null, not 1",
         ),
+        ("input: a\noutput: b\nsampling:\n", "sampling must be a group of settings, not None"),
+        ("input: a\noutput: b\nsampling: []\n", "sampling must be a group of settings, not []"),
         ("input: a\noutput: [b\n", "line 2"),
         ("just words\n", "words"),
         ("input: a\noutput: b\nengine: 3\n", "engine"),
@@ -144,10 +146,11 @@ def test_bad_settings_are_named(settings: str, message: str) -> None:
 def test_bad_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(content)
-    with pytest.raises(InputError) as caught:
-        parse_config(["--config", str(file)])
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    for parse in (parse_config, parse_distill_config):
+        with pytest.raises(InputError) as caught:
+            parse(["--config", str(file)])
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_command_explains_itself_and_fails_with_code_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:

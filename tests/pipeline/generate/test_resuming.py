@@ -19,19 +19,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
+from drafter.images.opening import ImageLimits
 from drafter.requests import Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts
 from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
-from pipeline.errors import InputError
+from pipeline.errors import InputError, RowProblem
 from pipeline.generate.checks import Job, input_source, job_meaning
 from pipeline.generate.config import parse_config
-from pipeline.generate.resuming import compare, delete_strays, dry_run, grow
+from pipeline.generate.resuming import compare, delete_strays, dry_run, grow, is_finished, reopen
+from pipeline.generate.row_images import ImageReading
 from pipeline.generate.row_keys import AskedRows, equal_before, match, numbered_seeds, text_keys
 from pipeline.generate.staging import StagingPlan, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import Location, locate
 from pipeline.io.listing import find_prompts, list_input
-from pipeline.io.parts import StagedInput, with_repeats, with_row_type
+from pipeline.io.parts import StagedInput, with_problems, with_repeats, with_row_type
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part, is_whole
@@ -254,6 +256,57 @@ def test_results_and_rows_of_a_stopped_submission_are_found_too(tmp_path: Path) 
     ]
 
 
+UNAVAILABLE = RowProblem("ImageUnavailable", "there is no such file")
+
+
+def with_a_lost_image(folder: Path) -> MadeUpJob:
+    """A finished job of two parts: in the first, a row has an image that was not there, and another took too long."""
+    folder.mkdir()
+    job = MadeUpJob(folder, prompts(*"abcdef"))
+    job.job = replace(job.job, images=ImageReading(ImageLimits()))
+    part, kind = job.staged.parts[0], columns_type(wanted_columns(TRAITS))
+    rows = with_row_type(pyarrow.parquet.read_table(job.staged.file(part).path), job.staged.row_type)
+    late = RowProblem("TimedOut", "late", attempts=1)
+    rows = with_problems(rows, [None, vars(UNAVAILABLE), vars(late)])
+    generated = pa.array([made_up('{"prompt": "a"}', "first"), None, None], kind)
+    commit_part(job.job.output, part.name, rows.append_column("generated", generated))
+    job.generate(1)
+    job.job.save_run("finished", rows=6, batch_bytes={})
+    return job
+
+
+def test_a_row_whose_image_was_not_there_is_generated_again(tmp_path: Path) -> None:
+    """The driver ends at each change of the file system; the next submission does the same."""
+    for at in range(1, 50):
+        job = with_a_lost_image(tmp_path / str(at))
+        assert not is_finished(job.job)
+        assert str(dry_run(replace(job.job, images=None))) == "6 rows: 5 kept, 1 still to generate"
+        files = FailingFiles(EndedError(), at, for_good=True)
+        with suppress(EndedError):
+            reopen(replace(job.job, output=OutputFolder(Location(fs.PyFileSystem(files), str(job.folder)))))
+        reopen(job.job)
+        assert [part.name for part in job.staged.without(job.job.output.committed())] == ["00000-000000"]
+        assert not job.job.output.errors.parquets()
+        left = {row.request_id: row for row in read_unfinished(job.job.output)}
+        assert len(left) == len(read_unfinished(job.job.output)) == 2
+        assert left["in.jsonl:1"].generated is not None
+        assert left["in.jsonl:3"].problem == vars(RowProblem("TimedOut", "late", attempts=1))
+        if not files.has_failed:
+            break
+    assert at > 3
+    write_unfinished(job.job.output, [left["in.jsonl:1"]])  # what makes up results knows no errors
+    job.finish()
+    assert [drafter for _, _, drafter, _ in of(job.rows)] == ["first", "second", "second", *["first"] * 3]
+    assert is_finished(job.job)
+
+
+def test_the_error_of_an_image_is_not_brought_to_a_changed_input(tmp_path: Path) -> None:
+    job = with_a_lost_image(tmp_path / "job")
+    job.grow(prompts(*"abcdefg"))
+    left = {row.request_id: row.problem for row in read_unfinished(job.job.output) if row.part.startswith("001")}
+    assert left.keys() == {"in.jsonl:1", "in.jsonl:3"}
+
+
 def test_an_input_without_any_of_the_rows_is_refused(tmp_path: Path) -> None:
     job = MadeUpJob(tmp_path, prompts(*"abc"))
     job.generate(0)
@@ -281,6 +334,13 @@ def test_a_dry_run_counts_rows_of_torn_parts_as_still_to_generate(tmp_path: Path
     (tmp_path / "out" / "data" / "notes.txt").write_text("x")
     damage(tmp_path / "out" / folder / f"{job.staged.parts[0].name}.parquet")
     assert str(dry_run(job.job)).startswith("7 rows: 3 kept, 4 still to generate; 1 of them will be errors")
+
+
+def test_a_dry_run_refuses_what_the_job_does(tmp_path: Path) -> None:
+    job = MadeUpJob(tmp_path, prompts(*"abc"))
+    reading = replace(job.job.config.reading, skip=3)
+    with pytest.raises(InputError, match="the input has no rows"):
+        dry_run(replace(job.job, config=replace(job.job.config, reading=reading)))
 
 
 def test_a_dry_run_names_rows_that_cannot_be_read(tmp_path: Path) -> None:

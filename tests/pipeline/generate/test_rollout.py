@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
@@ -22,7 +25,10 @@ from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams, sample_seed
 from jobs.compare import main as compare
 from jobs.report import main as report
+from pipeline.errors import RowError
 from pipeline.generate.rollout import Program, ProgramRow, Rollout
+from pipeline.generate.staging import BYTES
+from pipeline.output.columns import MOST_PROGRAM_COLUMNS
 from tests.pipeline.conftest import Driver, Run, job_arguments, write_jsonl
 from tests.pipeline.generate.test_chaos import committed, kill_engines
 from tests.support import programs
@@ -265,3 +271,69 @@ def test_fates_of_programs_are_their_rows_own(run: Run, tmp_path: Path) -> None:
     assert len(done.rows) == 13
     assert sorted(answers.values()) == [1, 12]
     assert any(one.startswith("mended: the prompt") for one in answers)
+
+
+@pytest.mark.parametrize("value", [5, "not base64!", None, {"a": 1}])
+def test_an_object_of_the_row_that_looks_like_bytes_stays(value: Any) -> None:
+    rollout = Rollout("x:y", None, 1, frozenset())  # type: ignore[arg-type]
+    asked, bytes_ = {"a": {BYTES: value}}, {"b": {BYTES: base64.b64encode(b"\0x").decode()}}
+    sampling = json.dumps(asdict(SamplingParams(seed=1)))
+    staged = pa.table({"request_id": ["1"], "asked": [json.dumps(asked | bytes_)], "sampling": [sampling]})
+    assert rollout.rows(staged)["1"].row == {**asked, "b": b"\0x"}
+
+
+def test_a_name_with_half_a_character_is_its_rows_error() -> None:
+    async def half(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
+        return {"a\ud800": 1}
+
+    with pytest.raises(RowError, match=r"returned a column 'a\\ud800' that JSON cannot hold"):
+        of_function(half).future.result(PATIENCE)
+
+
+@pytest.mark.parametrize("levels", [300, 900])
+def test_a_value_of_very_many_levels_is_its_rows_error(levels: int) -> None:
+    """The part of the row could not be written."""
+
+    async def nested(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
+        value: Any = 1
+        for _ in range(levels):
+            value = [value]
+        return {"a": value}
+
+    with pytest.raises(RowError, match=r"a column 'a' that JSON cannot hold: it is nested too deeply: more than 200"):
+        of_function(nested).future.result(PATIENCE)
+
+
+def test_a_row_returns_so_many_columns_at_most() -> None:
+    async def count(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
+        return {f"word {n}": 1 for n in range(MOST_PROGRAM_COLUMNS + 1)}
+
+    with pytest.raises(RowError, match=r"returned 1,001 columns, and up to 1,000 are kept: put what differs"):
+        of_function(count).future.result(PATIENCE)
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+async def fails(row: dict[str, Any], generate: Callable[..., Any], error: Exception) -> dict[str, Any]:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("boom"), r"failed in line \d+: ValueError: boom"),
+        (SilentError(), r"failed in line \d+: SilentError, which cannot say why: RuntimeError"),
+    ],
+)
+def test_an_error_of_a_partial_function_is_said_at_once(error: Exception, message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        of_function(partial(fails, error=error)).future.result(PATIENCE)
+
+
+def of_function(function: Callable[..., Any]) -> Program:
+    rollout: Any = Rollout("x:y", None, PATIENCE, frozenset())  # type: ignore[arg-type]
+    row = ProgramRow("a", {}, SamplingParams())
+    return Program(rollout, function, row, lambda asked: Prompt([1]), lambda request: Handle(request, stream=False))

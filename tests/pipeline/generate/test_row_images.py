@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from drafter.errors import RequestError
 from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor
 from drafter.prompt import Prompt, Span
 from drafter.requests import SamplingParams
+from pipeline.errors import UnavailableError
 from pipeline.generate.prompts import PromptSettings
 from pipeline.generate.row_images import ImageReading, changed_images, folders_of, images_of
 from pipeline.generate.row_requests import make_requests
@@ -252,7 +255,24 @@ def test_an_image_that_changes_meanwhile_is_an_error(seeing: Path, pictures: Pat
     asks = PromptSettings(str(seeing), False, TEXT, settings, SamplingParams(), 200, images=reading)
     (row,) = make_requests(part, asks).to_pylist()
     assert "has changed since" in row["problem"]["message"]
+    assert row["problem"]["type"] == "ImageUnavailable"
     assert changed_images(staged, reading) is not None
+    (pictures / "red.png").unlink()
+    (row,) = make_requests(part, asks).to_pylist()
+    assert row["problem"]["type"] == "ImageUnavailable"
+
+
+def test_what_a_host_does_not_give_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise OSError
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    address, reading = "https://a.test/a.png", ImageReading(LIMITS, hosts=("a.test",))
+    with pytest.raises(UnavailableError, match=r"a\.png.*: the host 'a\.test' is not known"):
+        reading.given(address, address)
+    with pytest.raises(RequestError, match="not among those") as refused:
+        replace(reading, hosts=()).given(address, address)
+    assert not isinstance(refused.value, UnavailableError)
 
 
 @pytest.mark.parametrize("change", ["replaced", "same size and time", "gone", "there at last", "allowed at last"])

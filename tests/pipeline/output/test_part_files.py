@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -13,9 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
+from drafter.requests import SamplingParams
 from pipeline.io.column_types import replace_column
 from pipeline.io.files import Location, locate
-from pipeline.io.parts import Part
+from pipeline.io.parts import PROBLEM_TYPE, Part
+from pipeline.output.columns import (
+    MOST_PROGRAM_COLUMNS,
+    PROGRAM,
+    RunTraits,
+    column_values,
+    columns_type,
+    wanted_columns,
+    with_program_text,
+)
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import (
     ResultFile,
@@ -24,11 +36,12 @@ from pipeline.output.part_files import (
     foreign_files,
     is_whole,
     torn_files,
+    unify_types,
 )
 from tests.pipeline.conftest import read_rows
 from tests.support.damage import Damage, cut, empty, files_below
 from tests.support.faults import DeadlyFiles
-from tests.support.parts import BAD_PROMPT, generated_rows
+from tests.support.parts import BAD_PROMPT, generated_rows, made_generation
 
 # Parts are committed as a whole, once.
 
@@ -224,3 +237,61 @@ def test_files_on_disk(tmp_path: Path, damage: Damage, capsys: pytest.CaptureFix
     discard_torn(output, parts)
     assert before - files_below(tmp_path) == {"data/p2.parquet", "errors/p2.parquet"}
     assert "results that are not whole are made again: data/p" in capsys.readouterr().err
+
+
+# What programs returned, of which no type is known before the end.
+
+PROGRAMS = RunTraits(SamplingParams(), rows_have_settings=False, program=True)
+
+
+def commit_programs(output: OutputFolder, part: str, returned: list[dict[str, Any]]) -> None:
+    columns = wanted_columns(PROGRAMS)
+    made = column_values(*made_generation(), PROGRAMS, columns)
+    rows = pa.table(
+        {
+            "request_id": pa.array([f"{part}:{n}" for n in range(len(returned))]),
+            "row": pa.array([{"prompt": "x", PROGRAM: "theirs"}] * len(returned)),
+            "problem": pa.nulls(len(returned), PROBLEM_TYPE),
+            "generated": pa.array([made | {PROGRAM: json.dumps(one)} for one in returned], columns_type(columns)),
+        }
+    )
+    commit_part(output, part, rows)
+
+
+def counted_words(part: int, rows: int, names: int) -> list[dict[str, Any]]:
+    return [{"score": n, **{f"{part}.{n}.{word}": 1 for word in range(names)}} for n in range(rows)]
+
+
+def of_programs(row: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    theirs = {name: value for name, value in row.items() if name not in names and value is not None}
+    theirs.update(json.loads(row[PROGRAM]))
+    return theirs
+
+
+@pytest.mark.parametrize("first", [4, MOST_PROGRAM_COLUMNS // 10 + 1])  # rows of the first part
+def test_very_many_columns_of_programs_are_one_of_text(output: OutputFolder, tmp_path: Path, first: int) -> None:
+    """As columns of JSON they would exceed the limits of a file, and the job would fail at its end."""
+    returned = [counted_words(part, first if part == 0 else 50, 10) for part in range(3)]
+    for part, rows in enumerate(returned):
+        commit_programs(output, f"p{part}", rows)
+    for _ in range(2):  # and once more, for the next submission
+        unify_types(output)
+        paths = sorted((tmp_path / "data").iterdir())
+        schemas = [pyarrow.parquet.read_schema(path) for path in paths]
+        assert all(schema.equals(schemas[0], check_metadata=True) for schema in schemas)
+    ours = {*columns_type(wanted_columns(PROGRAMS)).names, "request_id", "prompt", f"input_{PROGRAM}"}
+    assert set(schemas[0].names) - ours == ({"score"} if first == 4 else set())
+    assert [[of_programs(row, ours) for row in read_rows(path)] for path in paths] == returned
+    # A later submission gets what was returned.
+    table = pyarrow.parquet.read_table(paths[1])
+    again = with_program_text(table, ours - {"score"})[PROGRAM].to_pylist()
+    assert list(map(json.loads, again)) == returned[1]
+
+
+def test_few_columns_of_programs_stay_columns(output: OutputFolder, tmp_path: Path) -> None:
+    for part in range(2):
+        commit_programs(output, f"p{part}", counted_words(part, 3, 2))
+    unify_types(output)
+    rows = [row for path in sorted((tmp_path / "data").iterdir()) for row in read_rows(path)]
+    assert [row["1.2.1"] for row in rows] == [None] * 5 + [1]
+    assert PROGRAM not in rows[0]
