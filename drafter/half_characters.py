@@ -31,6 +31,11 @@ def parsed_json(text: str) -> Any:
         RecursionError: It is nested too deeply.
     """
     value = json.loads(text)
-    if "\\ud" in text.lower():
-        refuse_half_characters(value, "it")
+    refuse_escaped_halves(value, text, "it")
     return value
+
+
+def refuse_escaped_halves(value: Any, text: str, what: str) -> None:
+    """Raise `RequestError` if a value that was read from a JSON text has one, of which each begins with D there."""
+    if "\\ud" in text.lower():
+        refuse_half_characters(value, what)

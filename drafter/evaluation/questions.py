@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from drafter.drafters.contract import PlainDecoding
 from drafter.engine.engine import Engine
@@ -23,7 +23,7 @@ from drafter.evaluation.decoders import decode_all, room_for
 from drafter.images.messages import has_images
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
-from drafter.text.chat import encode_chat
+from drafter.text.chat import encode_chat, joined_texts
 
 _KEYS = ("turns", "prompt", "messages", "question")  # keys of the question's text, in order of precedence
 _NAMES = ("question_id", "task_id", "id")
@@ -130,15 +130,12 @@ def _turns_of(messages: Any, where: str) -> list[Any]:
             f"{where}: its messages have an image, which is not evaluated: compare what drafter generate says of its "
             "speed with the drafter, and with none"
         )
-    return [_text_of(one.get("content")) for one in messages if one["role"] == "user"]
+    contents = [one.get("content") for one in messages if one["role"] == "user"]
+    return [joined_texts(one) if _are_objects(one) else one for one in contents]
 
 
-def _text_of(content: Any) -> Any:
-    """Return a message's content, its parts joined if all are texts, as chat templates that take no parts see them."""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        texts = [part.get("text") for part in content]
-        return "\n".join(texts) if all(isinstance(text, str) for text in texts) else None
-    return content
+def _are_objects(content: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(content, list) and all(isinstance(part, dict) for part in content)
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,12 @@ class Plan:
     def __post_init__(self) -> None:
         if self.acceptance is not None and not 1 <= self.acceptance < math.inf:
             raise ValueError(f"acceptance must be forced to at least 1 token a step, not {self.acceptance:g}")
-        if len(called := {Arm(name, "exact").method: name for name in self.drafters}) < len(set(self.drafters)):
-            two = next(name for name in self.drafters if name not in called.values())
-            name = Arm(two, "exact").method
-            raise ValueError(
-                f"drafters: {two} and {called[name]} would both be called {name} in the tables: copy one to a folder "
-                "of another name"
-            )
+        called = dict[str, str]()
+        for drafter in self.drafters:
+            name = Arm(drafter, "exact").method
+            if (other := called.setdefault(name, drafter)) != drafter:
+                both = f"{other} and {drafter} would both be called {name}"
+                raise ValueError(f"drafters: {both} in the tables: copy one to a folder of another name")
         for name in ("drafters", "trees", "num_draft_tokens", "batches", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -149,14 +148,9 @@ class Cell:
         return [[per_second(*run) for run in zip(made, taken, strict=True)] for made, taken in rounds]
 
     @property
-    def prompts(self) -> int:
-        """Number of prompts; runs at batch 1."""
-        return len(self.tokens[0]) if self.batch == 1 else len(self.steps_by_prompt)
-
-    @property
     def questions_asked(self) -> Sequence[int]:
         """The number of each prompt's question, `[P]`; where that is not known, each is one of its own."""
-        return self.question_by_prompt or range(self.prompts)
+        return self.question_by_prompt or range(len(self.tokens[0] if self.batch == 1 else self.steps_by_prompt))
 
     @property
     def setting(self) -> Setting:

@@ -165,7 +165,7 @@ def _named_errors(name: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise RequestError(f"{name}: {error}") from error
+        raise type(error)(f"{name}: {error}") from error
     except MemoryError:
         raise
     except Exception as error:

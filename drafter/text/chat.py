@@ -177,11 +177,17 @@ def _in_form(messages: list[dict[str, Any]], form: str, more: Mapping[str, Any] 
             return {"given": None, "text": "", "parts": []}[form]
         if isinstance(content, str):
             return [{"type": "text", "text": content, **(more or {})}] if form == "parts" else content
-        if form == "text" and all(part["type"] == "text" for part in content):
-            return "\n".join(part["text"] for part in content)
+        if form == "text" and (text := joined_texts(content)) is not None:
+            return text
         return [{**part, **(more or {})} for part in content]
 
     return [{**message, "content": changed(message.get("content"))} for message in messages]
+
+
+def joined_texts(parts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a content's parts as one text, as templates that take no parts get it; None if some are no texts."""
+    texts = [part["text"] for part in parts if part.get("type") == "text" and isinstance(part.get("text"), str)]
+    return "\n".join(texts) if len(texts) == len(parts) else None
 
 
 def _lost(messages: list[dict[str, Any]], text: str) -> int | None:

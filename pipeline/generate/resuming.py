@@ -122,9 +122,8 @@ def _open_again(job: Job, staged: StagedInput) -> None:
 def _saved_rows(output: OutputFolder, part: str, given: int) -> list[SavedRow]:
     """Return the rows of a part that engines have finished; those that no engine had get their errors again."""
     table = (output.data / f"{part}.parquet").read_parquet()
-    generated = table.select(table.column_names[1 + given :]).to_pylist()
-    names = table["request_id"].to_pylist()
-    done = [SavedRow(part, name, one, None, 0) for name, one in zip(names, generated, strict=True)]
+    made = zip(table["request_id"].to_pylist(), _generated(table, given).to_pylist(), strict=True)
+    done = [SavedRow(part, name, one, None, 0) for name, one in made]
     for error in (output.errors / f"{part}.parquet").read_parquet().to_pylist():
         if error["attempts"]:
             problem = RowProblem(error["error_type"], error["message"], attempts=error["attempts"])
@@ -248,9 +247,12 @@ class Results:
         return pa.concat_arrays(pieces).take(pa.array(order, pa.int64()))
 
     def _read_generated(self, path: str) -> pa.Table:
-        """Read the generated columns, which follow the name and the input's columns."""
-        table = Location(self._files, path).read_parquet()
-        return table.select(table.column_names[1 + self._given :])
+        return _generated(Location(self._files, path).read_parquet(), self._given)
+
+
+def _generated(table: pa.Table, given: int) -> pa.Table:
+    """Return the generated columns, which follow the name and the `given` ones of the input."""
+    return table.select(table.column_names[1 + given :])
 
 
 def _struct(table: pa.Table, kind: pa.StructType) -> pa.StructArray:

@@ -125,12 +125,7 @@ class ImageReading:
                 raise UnavailableError("it has changed since rows were read: submit the same command again")
             return content
 
-        try:
-            return given_image(source, self.limits, fetch=fetch)
-        except RequestError as error:  # which has the image's name, too
-            if isinstance(error.__cause__, UnavailableError):
-                raise UnavailableError(str(error)) from error
-            raise
+        return given_image(source, self.limits, fetch=fetch)
 
 
 def seeing_processor(name: str, *, trust_remote_code: bool) -> ImageProcessor | None:

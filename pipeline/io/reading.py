@@ -21,7 +21,7 @@ import pyarrow.parquet
 from pyarrow import fs
 
 from drafter.errors import one_line
-from drafter.half_characters import refuse_half_characters
+from drafter.half_characters import refuse_escaped_halves
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.arrays import largest_row, plain, refuse_unsafe
 from pipeline.io.column_types import as_text, infer_column, refuse_many_columns
@@ -335,8 +335,7 @@ def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None
     if not isinstance(record, dict):
         raise ValueError("the line is not a JSON object: write one object a line")
     refuse_deep(record, text, "the line")
-    if "\\ud" in text.lower():
-        refuse_half_characters(record, "the line")
+    refuse_escaped_halves(record, text, "the line")
     if text_column is not None and not isinstance(record.get(text_column), str | None):
         raise ValueError(f"{text_column!r} is {as_text(record[text_column])}, not text")
     if json_column in record:

@@ -61,9 +61,8 @@ class BatchRun:
 
         return load_tokenizer(model_name(self.model), trust_remote_code=self.trust_remote_code)
 
-    def understood(self, line: Row) -> ParsedRequest:
-        """Return the request of a line in the form of the model's chat template; raises an `OpenAIError`."""
-        request = parse_line(line)
+    def understood(self, request: ParsedRequest) -> ParsedRequest:
+        """Return a request in the form of the model's chat template; raises an `OpenAIError`."""
         return request if request.tools is None else request.for_model(self.tokenizer)
 
 
@@ -97,7 +96,7 @@ def _lines(output: OutputFolder, staged: StagedInput, run: BatchRun, text: Token
             yield _error_line(failed[0], created, run)
         else:
             choices = [row for row, _ in several]
-            request = run.understood(choices[0])
+            request = run.understood(parse_line(choices[0]))
             generations = [_generation_of(_only(row, run.made), request, lambda: run.tokenizer) for row in choices]
             yield answer_line(request, choices[0]["custom_id"], generations, created, text)
 
@@ -188,7 +187,7 @@ def _refusal(line: Row, message: str, run: BatchRun) -> OpenAIError:
     try:
         request = parse_line(line)
         if not too_long:
-            run.understood(line).sampling(run.sampling)
+            run.understood(request).sampling(run.sampling)
             refuse_images(len(request.images), run.images)
     except OpenAIError as error:
         return error

@@ -16,8 +16,11 @@ from torch import Tensor
 from drafter import EngineConfig, EngineError, LoadError, Request, SamplingParams, SpeculativeLM
 from drafter.drafters.contract import PlainDecoding
 from drafter.drafters.registry import load_drafter
+from drafter.engine.engine import Engine
+from drafter.engine.engine_thread import _update
 from drafter.requests import Generation
 from drafter.target_model.model import BaseModel
+from drafter.target_model.new_weights import match_weights
 from tests.support.heads import make_head
 from tests.support.images import example, processor_of, prompts_of
 from tests.support.images import model_of as seeing_model
@@ -198,16 +201,28 @@ def test_requests_under_way_refuse_new_weights_until_they_have_ended() -> None:
     with loaded(model_of("llama", 0, tied=True), "ngram") as lm:
         endless = lm.submit(Request([5], SamplingParams(50, ignore_eos=True)), stream=True)
         endless.park()
-        rests = lm.submit(Request([6], SamplingParams(50, ignore_eos=True), background=True), stream=True)
-        with pytest.raises(EngineError, match="2 requests are under way"):
+        with pytest.raises(EngineError, match="1 requests are under way"):
             lm.update_weights(new.named_parameters())
-        rests.cancel()
         endless.cancel()
         assert lm.update_weights(new.named_parameters()) == 1
         assert endless.result(60).finish_reason == "cancelled"
         assert ask(lm)[0].weights_version == 1
     with pytest.raises(EngineError, match="closed"):
         lm.update_weights(new.named_parameters())
+
+
+def test_a_request_in_the_background_is_under_way_where_it_waits_for_others() -> None:
+    base, new = BaseModel(model_of("llama", 0, tied=True)), model_of("llama", 1, tied=True)
+    engine = Engine(base, PlainDecoding(), SpellingTokenizer(), EngineConfig(1, 64))
+    pairs = match_weights("tiny", base.model, new.named_parameters())
+    both = [engine.submit(Request([5], SamplingParams(50, ignore_eos=True), background=one)) for one in (False, True)]
+    with pytest.raises(EngineError, match="2 requests are under way"):
+        _update(engine, pairs)
+    both[0].cancel()
+    with pytest.raises(EngineError, match="1 requests are under way"):
+        _update(engine, pairs)
+    both[1].cancel()
+    assert _update(engine, pairs) == 1
 
 
 def test_weights_that_are_half_new_decode_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
