@@ -16,7 +16,8 @@ from drafter.plugins import methods, registered
 
 def merged_names(name: str) -> list[str]:
     """Return the names of the drafters whose trees `name` merges; `name` alone if it is a path or merges none."""
-    if Path(name).exists() or Path(name.partition(":")[2] or name).exists():
+    kind, _, rest = name.partition(":")
+    if Path(name).exists() or ("+" not in kind and Path(rest or name).exists()):
         return [name]
     members = name.split("+")
     kinds = ["auto", *(kind for method in methods().values() for kind in method.whole)]

@@ -12,6 +12,7 @@ def test_plus_merges_and_a_path_is_one_name(tmp_path: Path) -> None:
     assert merged_names("ctc+ngram+memory") == ["ctc", "ngram", "memory"]
     assert merged_names(str(folder)) == [str(folder)]
     assert merged_names(f"model:{folder}") == [f"model:{folder}"]
+    assert merged_names(f"ngram+model:{tmp_path}") == ["ngram", f"model:{tmp_path}"]
 
 
 def test_a_kind_comes_before_the_first_colon(tmp_path: Path) -> None:
