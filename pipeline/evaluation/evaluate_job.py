@@ -27,7 +27,7 @@ from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
 from pipeline.command_line import say
-from pipeline.engines.models import enter
+from pipeline.engines.models import enter, head_fingerprints, model_fingerprint
 from pipeline.errors import InputError, JobError
 from pipeline.evaluation.config import EvaluateConfig
 from pipeline.settings import ResourcesConfig
@@ -52,7 +52,7 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     done = frozenset(cell.setting for cell in earlier.cells) if earlier is not None else frozenset()
     asked = (config, questions, files, command, done, resources.threads)
     results, last_line = earlier, 0.0
-    for item in measured(resources, _measure, *asked, mistakes=(LoadError, QuestionError)):
+    for item in measured(resources, _measure, *asked, mistakes=(LoadError, QuestionError, InputError)):
         if isinstance(item, str):
             say(item)
         elif isinstance(item, Results):
@@ -147,8 +147,13 @@ def _measure(
     yield f"loading the model {model}"
     base, tokenizer = load_models(model, asdict(config.loading), threads)
     yield "timing steps, and decoding the prompts"
-    evaluation = Evaluation(base, tokenizer, questions, _plan(config, questions))
-    yield evaluation.describe(command, files)
+    plan = _plan(config, questions)
+    evaluation = Evaluation(base, tokenizer, questions, plan)
+    results = evaluation.describe(command, files)
+    # Of the chat template, too, and of what drafters are merged from: cells of others are not put beside these.
+    parts = [head_fingerprints(config.model, name) for name in plan.drafters]
+    results.plan["files"] = [model_fingerprint(model), *parts]
+    yield results
     yield from evaluation.run(done)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,24 @@ def test_the_job_measures_and_goes_on(local_ray: None, evaluate: Evaluate) -> No
     outcome = evaluate("--max_new_tokens", 5)
     assert outcome.code == 2
     assert "holds another evaluation" in outcome.error
+
+
+def test_only_cells_of_the_same_files_are_put_beside_each_other(
+    local_ray: None, evaluate: Evaluate, model: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "model"
+    shutil.copytree(model, here)
+    settings = ("--model", here, "--batch", "1", "--tree", "exact", "--drafter", f"ngram+model:{tmp_path / 'small'}")
+    shutil.copytree(model, tmp_path / "small")
+    assert evaluate(*settings).code == 0
+    for folder in (here, tmp_path / "small"):
+        template = folder / "chat_template.jinja"
+        before = template.read_text()
+        template.write_text(before.replace("<|assistant|>", "<|user|>"))
+        outcome = evaluate(*settings)
+        assert (outcome.code, "holds another evaluation" in outcome.error) == (2, True), folder
+        template.write_text(before)
+    assert evaluate(*settings).code == 0
 
 
 def test_each_category_is_measured_by_itself_with_forced_acceptance(local_ray: None, evaluate: Evaluate) -> None:
