@@ -60,6 +60,7 @@ def new_head(
     head_class = HEADS[algorithm]
     fields = {**head_class.defaults(base.num_layers), **settings, **sizes}
     head = head_class(head_config(algorithm, head_class.config_class, fields))
+    _refuse_missing_layer(algorithm, head, base)
     head.to(base.device)
     if head.vocabulary is not None:
         if token_counts is None:
@@ -319,14 +320,18 @@ def _empty_head(
     refuse_other_base(name, base, made_for, {one: getattr(config, one) for one in ("hidden_size", "vocab_size")})
     with _building(name), torch.device("meta"), AtMost(len(tensors)):
         skeleton = head_class(config)
-    if skeleton.deepest_layer >= base.num_layers:
-        raise LoadError(
-            f"draft head {name!r} reads layer {skeleton.deepest_layer} of its target model, counted from 0, and "
-            f"{base.name!r} has {base.num_layers} layers: load the target model that it was trained for"
-        )
+    _refuse_missing_layer(name, skeleton, base)
     _refuse_other_tensors(name, skeleton.state_dict(), tensors)
     with _building(name):  # initial values are set here: on the meta device any number is good
         return head_class(config)
+
+
+def _refuse_missing_layer(name: str, head: DraftHead, base: Target) -> None:
+    if head.deepest_layer >= base.num_layers:
+        raise LoadError(
+            f"draft head {name!r} reads layer {head.deepest_layer} of its target model, counted from 0, and "
+            f"{base.name!r} has {base.num_layers} layers: name others, or load the target model that it was trained for"
+        )
 
 
 @contextmanager

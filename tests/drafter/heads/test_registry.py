@@ -21,6 +21,11 @@ def test_a_new_head_has_the_bases_sizes(tiny_base: BaseModel) -> None:
         ("medusa", {"num_frames": 3}, "'medusa': unknown configuration key 'num_frames'"),
         ("ctc", {"depth": "deep"}, "'ctc': configuration key 'depth' cannot be 'deep'"),
         ("hydra", {"num_heads": 3, "prefix_attention": True}, "'hydra': hidden_size 32 does not split"),
+        (
+            "eagle3",
+            {"hidden_layers": [0, 9]},
+            "'eagle3' reads layer 9 of its target model, .*: name others",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_refused(
