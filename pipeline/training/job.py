@@ -153,6 +153,9 @@ def check_head(config: TrainConfig, model: str) -> Any:
         raise InputError(str(error)) from error
     text = base.get_text_config(decoder=True)
     sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
+    for name, size in sizes.items():
+        if config.head.get(name, size) != size:
+            raise InputError(f"head: {name} is the target model's, {size}: leave it out")
     head_class = HEADS[algorithm]
     fields = {**head_class.defaults(text.num_hidden_layers), **chosen, **sizes}
     try:

@@ -127,6 +127,7 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
         (lambda folder: None, {"algorithm": "eagle"}, "algorithm must be one of ctc"),
         (lambda folder: None, {"head__wings": 2}, "'wings'"),
         (lambda folder: None, {"head__depth": "deep"}, "'depth' cannot be 'deep'"),
+        (lambda folder: None, {"head__hidden_size": 8}, "head: hidden_size is the target model's, 32: leave it out"),
         (lambda folder: None, {"head": "{}", "start": "/nowhere"}, "start: no draft head at '/nowhere'"),
         (lambda folder: None, {"model": "nowhere/to/be/found"}, "is not a folder with a model"),
         # These are found on the cluster.
