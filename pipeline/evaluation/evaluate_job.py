@@ -78,6 +78,8 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
 
 def output_folder(output: str) -> Path:
     folder = Path(output).expanduser()
+    if "://" in output:
+        raise InputError(f"output {output} is an address: give a folder of this machine")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -123,7 +125,9 @@ def _earlier_results(folder: Path) -> Results | None:
     """Return the results of an earlier submission; None if there are none."""
     try:
         return Results.load(folder)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if any(not name.endswith(".partial") for name in os.listdir(folder)):
+            raise _unusable(folder, f"is not empty and has no {RESULTS_FILE}") from error
         return None
     except OSError as error:
         raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error

@@ -123,6 +123,7 @@ def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evalua
         (("--samples", "2"), "at temperature 0 all answers to a question are the same"),
         (("--questions_per_file", "0"), "questions_per_file must be at least 1"),
         (("--acceptance", "2.5"), "acceptance must be null, or tokens a step as synthetic:2.5, not '2.5'"),
+        (("--output", "s3://bucket/gain"), "output s3://bucket/gain is an address: give a folder of this machine"),
         (("--colour", "red"), "colour"),
     ],
 )
@@ -140,6 +141,14 @@ def test_a_damaged_output_is_left_alone(evaluate: Evaluate, tmp_path: Path) -> N
     outcome = evaluate()
     assert (outcome.code, "damaged results.json" in outcome.error) == (2, True)
     assert (tmp_path / "out" / "results.json").read_text() == "{"
+
+
+def test_an_output_of_others_is_left_alone(evaluate: Evaluate, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "table.md").write_text("mine")
+    outcome = evaluate()
+    assert (outcome.code, "is not empty and has no results.json" in outcome.error) == (2, True)
+    assert (tmp_path / "out" / "table.md").read_text() == "mine"
 
 
 def test_one_value_or_a_list() -> None:
