@@ -168,7 +168,7 @@ class TextCounts:
     tokens: int
     targets: int  # tokens to train on that the target model generated
     held_out: int
-    unusable: int  # rows without a prompt or without an answer, or with images that cannot be read
+    unusable: int  # rows without a prompt, or an answer within the longest text, or with images that cannot be read
     with_images: int = 0  # of `texts`
 
 
@@ -269,13 +269,14 @@ def stage_texts(texts: Texts, folder: Location, config: TrainConfig, model: str,
     count = int(np.count_nonzero(prompts > bound))
     if not test.num_rows:
         raise InputError(
-            "no text is left to measure β on: no held-out row has a prompt, an answer, and all of its images"
+            "no text is left to measure β on: no held-out row has a prompt, all of its images, and an answer that "
+            f"begins within texts.max_length, {config.texts.max_length:,} tokens"
         )
     if count < texts_per_step:
         raise InputError(
-            f"input holds {count} texts to learn from ({unusable} rows have no prompt, no answer, or images that "
-            f"cannot be read, {test.num_rows} are held out), and a step takes {texts_per_step}: distil more, or lower "
-            "training.texts_per_step"
+            f"input holds {count} texts to learn from ({unusable} rows have no prompt, no answer within "
+            f"texts.max_length, {config.texts.max_length:,} tokens, or images that cannot be read, {test.num_rows} are "
+            f"held out), and a step takes {texts_per_step}: distil more, or lower training.texts_per_step"
         )
     _write(folder, _HELD_OUT, test.select(_TEXT))
     sizes = image_bytes[prompts > bound]

@@ -133,6 +133,7 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
         # These are found on the cluster.
         (rewrite_rows(lambda table: with_tokens(table, [5, 100_000])), {}, "has token 100000, and the vocabulary ends"),
         (rewrite_rows(lambda table: with_tokens(table, [])), {}, "no text is left to measure β on"),
+        (lambda folder: None, {"texts__max_length": 5}, "an answer that begins within texts.max_length, 5 tokens"),
         (lambda folder: None, {"training__texts_per_step": 64}, "34 texts to learn from .* a step takes 64"),
         # And this by the first worker.
         pytest.param(
