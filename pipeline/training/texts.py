@@ -239,7 +239,8 @@ def read_part(folder: Location, name: str) -> pa.Table:
 def stage_texts(texts: Texts, folder: Location, config: TrainConfig, model: str, vocab_size: int) -> StagedTexts:
     """Stage texts on the cluster's workers. Without held-out texts for β, some prompts are held out.
 
-    Rows whose images cannot be read are left out, with a message. `model` is the target model.
+    Rows whose images cannot be read are left out, with a message, and those of held-out prompts. `model` is the target
+    model.
 
     Raises `InputError` if there are token ids beyond the vocabulary, or too few texts.
     """
@@ -266,7 +267,10 @@ def stage_texts(texts: Texts, folder: Location, config: TrainConfig, model: str,
         bound = -1
         chosen = _read([texts.held_out], keying).filter(expr=col("prompt_key") >= 0)
     test = _table(chosen).sort_by("key").slice(0, wanted)
-    count = int(np.count_nonzero(prompts > bound))
+    # Another distillation may have answered the same prompts, or be the same one.
+    asked = np.unique(test["prompt_key"]).tolist()
+    kept = (prompts > bound) & ~np.isin(prompts, asked)
+    count = int(np.count_nonzero(kept))
     if not test.num_rows:
         raise InputError(
             "no text is left to measure β on: no held-out row has a prompt, all of its images, and an answer that "
@@ -279,11 +283,11 @@ def stage_texts(texts: Texts, folder: Location, config: TrainConfig, model: str,
             f"held out), and a step takes {texts_per_step}: distil more, or lower training.texts_per_step"
         )
     _write(folder, _HELD_OUT, test.select(_TEXT))
-    sizes = image_bytes[prompts > bound]
+    sizes = image_bytes[kept]
     fitting = int(_PART_IMAGES // max(sizes.mean() * texts_per_step, 1.0))
     size = min(max(fitting, 1), STEPS_PER_PART) * texts_per_step
     cuts = list(range(size, count - size + 1, size))  # the last part takes the rest
-    train = rows.filter(expr=col("prompt_key") > bound).sort("key")
+    train = rows.filter(expr=(col("prompt_key") > bound) & col("prompt_key").not_in(asked)).sort("key")
     parts, tokens, counted = [], 0, np.zeros(vocab_size, np.int64)
     for number, piece in enumerate(train.split_at_indices(cuts) if cuts else [train]):
         table = _table(piece)

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from drafter.training.settings import TrainingSettings
+from pipeline.io.files import locate
 from pipeline.output.columns import PROMPT_IMAGES, columns_type
-from pipeline.training.texts import count_answers, key_texts, usual_held_out
+from pipeline.training.config import TextsConfig, TrainConfig
+from pipeline.training.texts import count_answers, key_texts, open_texts, read_part, stage_texts, usual_held_out
 
 
 def rows(prompts: list[list[int] | None], answers: list[list[int] | None], names: list[str] | None = None) -> pa.Table:
@@ -80,3 +84,18 @@ def test_tokens_of_answers_are_counted() -> None:
     texts = pa.table({"tokens": [[1, 2, 3, 3], [4, 4], [2, 5]], "prompt_length": pa.array([2, 1, 1], pa.int32())})
     assert count_answers(texts, 7).tolist() == [0, 0, 0, 2, 1, 1, 0]
     assert count_answers(pa.concat_tables([texts, texts.slice(1, 1)]), 7).tolist() == [0, 0, 0, 2, 2, 1, 0]
+
+
+def test_no_prompt_that_is_held_out_is_trained_on(
+    local_ray: None, distilled: Path, model: Path, tmp_path: Path
+) -> None:
+    settings = TrainingSettings(texts_per_step=4)
+    config = TrainConfig(str(distilled), "out", texts=TextsConfig(held_out_texts=6), training=settings)
+    (tmp_path / "staged").mkdir()
+    folder = locate(str(tmp_path / "staged"))
+    staged = stage_texts(open_texts([str(distilled)], str(distilled)), folder, config, str(model), 320)
+    rows = [row for part in staged.parts for row in read_part(folder, part.name).to_pylist()]
+    trained = {tuple(row["tokens"][: row["prompt_length"]]) for row in rows}
+    held_out = {tuple(text.tokens[: text.prompt_length]) for text in staged.held_out()}
+    assert (len(held_out), staged.counts.texts, len(rows)) == (6, 34, 34)
+    assert not held_out & trained
