@@ -20,6 +20,7 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.engine.engine import Engine
 from drafter.errors import RequestError
 from drafter.evaluation.decoders import decode_all, room_for
+from drafter.half_characters import refuse_half_characters
 from drafter.images.messages import has_images
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
@@ -101,6 +102,10 @@ def _question(file: str | Path, number: int, line: str) -> Question:
     if not isinstance(category, str):
         raise QuestionError(f"{where}: category must be a text, not {category!r}")
     name = next((str(row[key]) for key in _NAMES if row.get(key) is not None), f"line {number}")
+    try:
+        refuse_half_characters([name, category, *turns], "it")
+    except RequestError as error:
+        raise QuestionError(f"{where}: {error}") from error
     return Question(name, category, tuple(turns))
 
 

@@ -56,6 +56,8 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
         (b'{"question": 3}', "line 1: its question must hold texts"),
         (b'{"question": [[{"role": "user"}]]}', "line 1: its question must be a text, or a list of turns"),
         (b'{"prompt": ""}', "line 1: its prompt must hold texts"),
+        (rb'{"prompt": "a \ud83d"}', "line 1: it has half a character"),
+        (rb'{"prompt": "a", "category": "\ud83d"}', "line 1: it has half a character"),
         (b'{"messages": ["a"]}', "line 1: its messages must be a list of {role, content}"),
         (b'{"messages": [{"role": "system", "content": "a"}]}', "line 1: a message of the role 'system'"),
         (b'{"messages": [{"role": "user"}]}', "line 1: its messages must hold texts"),
