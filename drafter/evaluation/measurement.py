@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby, product
+from itertools import product
 from typing import Any
 
 from drafter.drafters.contract import Drafter
@@ -94,21 +94,20 @@ class Evaluation:
             (t, name): prompts_of(self._base, self._tokenizer, self._questions[name], temperature=t, **sizes)
             for t, name in dict.fromkeys((t, name) for t, _, name in left)
         }
-        # Each temperature has new engines: a drafter that stores texts would have seen answers to the same prompts.
-        for (batch, _), some in groupby(left, key=lambda setting: (setting[1], setting[0])):
-            yield from self._with_decoders(batch, {(t, b, name): prompts[t, name] for t, b, name in some})
+        for setting in left:
+            yield from self._measured(setting, prompts[setting[0], setting[2]])
 
-    def _with_decoders(
-        self, batch: int, prompts: Mapping[Setting, Sequence[Prompt]]
-    ) -> Iterator[list[Cell] | Progress]:
-        """Measure settings of one batch size with the same engines. They and their caches are freed afterwards."""
-        rounds, requests = self._plan.rounds, {name: [one.request for one in some] for name, some in prompts.items()}
-        decoders = self._decoders(batch, [one for some in prompts.values() for one in some])
-        for setting, asked in requests.items():
-            portions = [[request] for request in asked] if batch == 1 else [asked]
-            for turn, runs in enumerate(in_turns(decoders, portions, rounds), start=1):  # noqa: B007 - read below
-                yield Progress(setting, turn, rounds * len(portions))
-            yield [_cell_of(setting, arm, runs[arm], prompts[setting]) for arm in decoders]
+    def _measured(self, setting: Setting, prompts: Sequence[Prompt]) -> Iterator[list[Cell] | Progress]:
+        """Measure a setting with engines of its own. They and their caches are freed afterwards.
+
+        A drafter that stores texts would have seen those of other settings, but not of ones done by an earlier job.
+        """
+        batch, rounds = setting[1], self._plan.rounds
+        requests, decoders = [one.request for one in prompts], self._decoders(batch, prompts)
+        portions = [[request] for request in requests] if batch == 1 else [requests]
+        for turn, runs in enumerate(in_turns(decoders, portions, rounds), start=1):  # noqa: B007 - read below
+            yield Progress(setting, turn, rounds * len(portions))
+        yield [_cell_of(setting, arm, runs[arm], prompts) for arm in decoders]
 
     def _decoders(self, batch: int, prompts: Sequence[Prompt]) -> dict[Arm, Decoder]:
         """Return decoders of all arms that can decode `prompts`, warmed up."""

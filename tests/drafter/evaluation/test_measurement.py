@@ -137,6 +137,14 @@ def test_a_memory_has_nothing_of_another_temperatures_answers(tiny_base: BaseMod
     assert len(counts[0]) == 2 * len(QUESTIONS)
 
 
+def test_a_memory_has_nothing_of_other_questions_answers(tiny_base: BaseModel) -> None:
+    """As after a job that was stopped between them."""
+    plan = Plan(("memory",), ("exact",), num_draft_tokens=(4,), batches=(1,), max_new_tokens=6)
+    twice = Evaluation(tiny_base, LetterTokenizer(), {"first": QUESTIONS["sums"], "again": QUESTIONS["sums"]}, plan)
+    first, again = (item for item in twice.run() if isinstance(item, list))
+    assert [cell.counts for cell in first] == [cell.counts for cell in again]
+
+
 def test_the_warm_up_tells_a_memory_nothing_of_the_answers() -> None:
     sampling = SamplingParams(100, temperature=0.8, seed=3)
     found = warm_up_request(Request([1, 2, 3], sampling))
