@@ -203,7 +203,16 @@ def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
 
 
 def parse_distill_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
-    """Parse the command line of the distillation job: the generation job, with longer answers by default."""
+    """Parse the command line of the distillation job: the generation job, with longer answers by default.
+
+    It refuses what `drafter train` would refuse after all the work.
+    """
     parser = generate_parser("distill", _DISTILL)
     parser.set_defaults({"sampling.max_new_tokens": 1024})
-    return parse(GenerateConfig, parser, arguments, read_files)
+    config = parse(GenerateConfig, parser, arguments, read_files)
+    lenient = config.verifier.name if config.verifier.name != "exact" else None
+    others = {"verifier": lenient, "rollout": config.rollout, "loading.adapter": config.loading.adapter}
+    for name, value in others.items():
+        if value is not None:
+            raise InputError(f"{name} {value}: drafter train cannot learn from such answers; leave it out")
+    return config

@@ -153,6 +153,16 @@ def test_bad_files_are_refused(tmp_path: Path, content: str, message: str) -> No
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("verifier", "typical"), ("rollout", "programs:mend"), ("loading.adapter", "a")]
+)
+def test_what_no_head_can_learn_from_is_not_distilled(setting: str, value: str) -> None:
+    settings = ["--input", "i", "--output", "o", f"--{setting}", value]
+    assert parse_config(settings)
+    with pytest.raises(InputError, match=f"^{setting} {value}: drafter train cannot learn from such answers"):
+        parse_distill_config(settings)
+
+
 def test_the_command_explains_itself_and_fails_with_code_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_config(["--help-all"])
