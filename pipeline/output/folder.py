@@ -233,6 +233,10 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
         run = read_run(run_file)
     except ValueError as error:
         raise InputError(f"output {uri} has a damaged run.json: choose another output") from error
+    if ("training" in run["meaning"]) != ("training" in meant):
+        # One kind does not know the other's results: it would see none, and delete them.
+        made = "trained a head" if "training" in run["meaning"] else "generated rows"
+        raise InputError(f"output {uri} is of a job that {made}: choose another output")
     if run.get("format") != FORMAT:
         return (
             f"output {uri} was made by another release (its format is {run.get('format', 1)}, and this release "

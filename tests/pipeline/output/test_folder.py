@@ -83,6 +83,17 @@ def test_an_output_with_a_result_is_refused(kind: str, result: str, tmp_path: Pa
     assert (tmp_path / result).exists()
 
 
+@pytest.mark.parametrize(("kind", "result"), RESULTS)
+def test_an_output_of_another_kind_of_job_is_refused(kind: str, result: str, tmp_path: Path) -> None:
+    made, makes = (THEIRS, OURS | {"training": {"steps": 1}})[:: 1 if kind == "generation" else -1]
+    save_run(make(kind, tmp_path, result).run_file, {}, made, state="finished")
+    other = next(FOLDERS[one] for one in FOLDERS if one != kind)(locate(str(tmp_path)))
+    for refuse in (check_output, take_output):
+        with pytest.raises(InputError, match=r"output out is of a job that (trained a head|generated rows)"):
+            refuse("out", other, makes)
+    assert (tmp_path / result).exists()
+
+
 @pytest.mark.slow
 def test_a_generation_that_failed_on_its_settings_is_mended_in_place(run: Run, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}", "id": 1} for n in range(3)])
