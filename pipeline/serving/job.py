@@ -27,6 +27,7 @@ from pipeline.command_line import say
 from pipeline.engines.models import adapter_fingerprint, generation_settings, head_fingerprints, model_fingerprint
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import local_path, locate, make_folders
+from pipeline.output.folder import RUN_FILE
 from pipeline.serving.config import EVERYBODY, NOBODY, ServeConfig
 from pipeline.serving.keys import ENVIRONMENT, read_agreement, read_keys, settle
 from pipeline.stopping import in_thread
@@ -227,6 +228,11 @@ def check_models(config: ServeConfig) -> None:
         if learning.given_head is not None:
             head_fingerprints(config.model, learning.given_head)
         folder = locate(learning.folder)
+        if (folder / RUN_FILE).exists:
+            raise InputError(
+                f"learning.folder {learning.folder} is the output of a job, and its head would be replaced: give a "
+                "folder of this endpoint's own, and that head as learning.head"
+            )
         make_folders(folder, [folder], folder, "learning.folder")
     try:
         make_verifier(config.verifier)

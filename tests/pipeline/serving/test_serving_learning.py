@@ -69,6 +69,9 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_starts(tmp_p
     config = parse_config(["--learning", "false"])
     with pytest.raises(InputError, match=r"learning\.folder .*file/head cannot be written to"):
         check_models(type(config)(learning=learning))
+    (tmp_path / "run.json").touch()
+    with pytest.raises(InputError, match="is the output of a job, and its head would be replaced"):
+        check_models(type(config)(learning=replace(learning, folder=str(tmp_path))))
 
 
 def test_replicas_and_learner_begin_with_the_same_and_a_plain_model_does_not_learn(tmp_path: Path) -> None:
