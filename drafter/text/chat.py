@@ -179,7 +179,7 @@ def _in_form(messages: list[dict[str, Any]], form: str, more: Mapping[str, Any] 
             return [{"type": "text", "text": content, **(more or {})}] if form == "parts" else content
         if form == "text" and (text := joined_texts(content)) is not None:
             return text
-        return [{**part, **(more or {})} for part in content]
+        return [{**(more or {}), **part} for part in content]  # first: a message that is continued ends with its text
 
     return [{**message, "content": changed(message.get("content"))} for message in messages]
 

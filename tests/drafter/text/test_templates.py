@@ -219,6 +219,7 @@ def test_a_last_message_of_the_assistant_is_continued(template: str) -> None:
         assert encode_chat(tokenizer, Conversation(messages, **settings)) == wanted
         kwargs = Conversation(messages, chat_template_kwargs=settings)
         assert encode_chat(tokenizer, kwargs) == wanted
+    assert encode_chat(tokenizer, said(messages[0]["content"], parts("The answer"))) == continued
     with pytest.raises(RequestError, match="continue_final_message and add_generation_prompt are not compatible"):
         encode_chat(tokenizer, Conversation(messages, add_generation_prompt=True, continue_final_message=True))
 
