@@ -240,6 +240,17 @@ def test_a_text_is_given_in_the_form_that_the_template_reads(template: str, give
     assert encode_chat(tokenizer, said(given)) == wanted
 
 
+@pytest.mark.parametrize("template", ["qwen", CHATML.replace("<|end|>", "{{ message.tool_calls }}<|end|>")])
+def test_a_text_beside_calls_is_given_in_that_form_too(template: str) -> None:
+    def tokens(content: Any) -> list[int]:
+        called = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+        return encode_chat(tokenizer, [*said("add"), called, *said("and?")])
+
+    tokenizer = tokenizer_of(template)
+    assert "let me" in tokenizer.decode(tokens("let me"))
+    assert tokens(parts("let me")) == tokens("let me")
+
+
 @pytest.mark.parametrize(
     ("template", "asked", "why"),
     [
