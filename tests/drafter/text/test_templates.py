@@ -232,6 +232,8 @@ def test_a_last_message_of_the_assistant_is_continued(template: str) -> None:
         ("chatml", parts("one", "two"), "one\ntwo"),
         ("llama", parts("one"), "one"),
         ("gemma", parts("one", "two"), "one\ntwo"),
+        ("chatml", [], ""),
+        ("vision", [], []),
     ],
 )
 def test_a_text_is_given_in_the_form_that_the_template_reads(template: str, given: Any, read: Any) -> None:
