@@ -199,6 +199,12 @@ def test_no_content_is_an_empty_one_where_the_template_reads_one() -> None:
     assert encode_chat(tokenizer, without) == encode_chat(tokenizer, asked["messages"])
 
 
+@pytest.mark.parametrize("template", ["llama", "qwen", "mistral"])
+def test_no_calls_are_none(template: str) -> None:
+    tokenizer, messages = tokenizer_of(template), said("hi", "hello", "bye")
+    assert encode_chat(tokenizer, [{**one, "tool_calls": []} for one in messages]) == encode_chat(tokenizer, messages)
+
+
 @pytest.mark.parametrize("template", ["chatml", "llama", "qwen", "gemma", "vision"])
 def test_a_last_message_of_the_assistant_is_continued(template: str) -> None:
     tokenizer, messages = tokenizer_of(template), said("hi", "The answer")
