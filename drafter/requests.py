@@ -46,7 +46,7 @@ _INTEGERS = (("max_new_tokens", 1, math.inf), ("top_k", 0, math.inf), ("logprobs
 """Integer settings that may be None: name, lowest and highest value."""
 DRAW = "gumbel"
 """Name of the sampling scheme that maps seeds to tokens: another name stands for other tokens from the same seed."""
-SEEDS = 2**63  # upper bound of derived seeds, so that they fit an int64 column
+SEEDS = 2**63  # upper bound of seeds, so that they fit an int64 column
 
 _MODEL_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Settings of a model's `generation_config.json` that are defaults of requests."""
@@ -122,7 +122,7 @@ class SamplingParams:
             as which it is kept.
         logprobs: Return the target model's log-probability of each token, and of so many most probable alternatives: 0
             to 20, or None for neither. They are taken from its logits before all of the above.
-        seed: Tokens are a function of (model, prompt, seed) alone: see `docs/research/method.md`.
+        seed: Below 2**63. Tokens are a function of (model, prompt, seed) alone: see `docs/research/method.md`.
         stop: Strings (or one) that end the text, which is cut before the first one. Up to 16, of up to 1000 characters
             each.
         stop_token_ids: Tokens that end the text as the end-of-sequence token does, also with `ignore_eos`. Up to 256.
@@ -167,6 +167,8 @@ class SamplingParams:
                 object.__setattr__(self, name, _integer(name, value, least, most))
         for name in ("seed", "min_tokens"):
             object.__setattr__(self, name, _integer(name, getattr(self, name), 0))
+        if self.seed >= SEEDS:  # the endpoint, whose seeds may be negative, takes another one for it
+            raise RequestError(f"seed must be less than 2**63, not {shown(self.seed)}")
         if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is more than max_new_tokens {self.max_new_tokens}")
         for name, low, high, low_open in _NUMBERS:

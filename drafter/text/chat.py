@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from drafter.errors import RequestError, one_line
@@ -147,7 +148,8 @@ def _reading(tokenizer: Any, template: str, shape: str) -> tuple[str, tuple[int,
     """Return the form of messages that a template reads, the control tokens that it writes, and what it leaves out."""
     arguments = json.loads(shape)
     messages, lost = arguments["conversation"], None
-    for form in ("given", "text", "parts"):
+    # Many templates write calls alone, so that texts beside them count only while a form may have them.
+    for alone, form in product((False, True), ("given", "text", "parts")):
         arguments["conversation"] = _in_form(messages, form, {_WHOLE: ""})
         if form != "given" and arguments["conversation"] == messages:
             continue
@@ -158,14 +160,15 @@ def _reading(tokenizer: Any, template: str, shape: str) -> tuple[str, tuple[int,
             raise
         except Exception:  # another form is right, or it happens again with the messages themselves
             continue
-        place = _lost(arguments["conversation"], text.lower())
+        place = _lost(arguments["conversation"], text.lower(), alone=alone)
         if place is None and "tool_calls" not in template and any(one.get("tool_calls") for one in messages):
             arguments["conversation"] = [{**one, "tool_calls": None} for one in arguments["conversation"]]
             if _render(tokenizer, template, arguments, _SOME_TIME) == text:
                 return form, None, "it reads no tool_calls, which would have no effect: leave them out"
         if place is None:
             return form, ids, None
-        lost = lost or f"what message {place + 1} says, of the role {messages[place]['role']!r}, is not in the prompt"
+        if alone and lost is None:
+            lost = f"what message {place + 1} says, of the role {messages[place]['role']!r}, is not in the prompt"
     return "given", None, lost
 
 
@@ -179,7 +182,7 @@ def _in_form(messages: list[dict[str, Any]], form: str, more: Mapping[str, Any] 
             return [{"type": "text", "text": content, **(more or {})}] if form == "parts" else content
         if form == "text" and (text := joined_texts(content)) is not None:
             return text
-        return [{**part, **(more or {})} for part in content]
+        return [{**(more or {}), **part} for part in content]  # first: a message that is continued ends with its text
 
     return [{**message, "content": changed(message.get("content"))} for message in messages]
 
@@ -190,14 +193,17 @@ def joined_texts(parts: Sequence[Mapping[str, Any]]) -> str | None:
     return "\n".join(texts) if len(texts) == len(parts) else None
 
 
-def _lost(messages: list[dict[str, Any]], text: str) -> int | None:
-    """Return the place of the first message whose marks are not in `text`, or whose parts are not read as such."""
+def _lost(messages: list[dict[str, Any]], text: str, *, alone: bool) -> int | None:
+    """Return the place of the first message whose marks are not in `text`, or whose parts are not read as such.
+
+    Calls may stand `alone`, without what their message says.
+    """
     for place, message in enumerate(messages):
         content = message.get("content") or ""
-        if message["role"] == "assistant" and message.get("tool_calls"):
-            continue  # many templates write the calls alone
         said = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-        if any(one.strip() not in text for one in said) or (said and content is not said[0] and _WHOLE in text):
+        may_go = alone and message["role"] == "assistant" and message.get("tool_calls")
+        is_gone = not may_go and any(one.strip() not in text for one in said)
+        if is_gone or (said and content is not said[0] and _WHOLE in text):
             return place
     return None
 

@@ -73,7 +73,10 @@ class Conversation:
         if continues is None:
             continues = begins is None and self.messages[-1]["role"] == "assistant"
         found |= {TURN[0]: not continues if begins is None else begins, TURN[1]: continues}
-        messages = [dict(message) for message in self.messages]
+        # No parts are an empty text: templates that read texts would write the brackets. And where a list of calls is
+        # empty, as tables have it in messages without any, many look for the first one.
+        messages = [{**one, "content": ""} if one.get("content") in ([], ()) else dict(one) for one in self.messages]
+        messages = [{name: one[name] for name in one if name != "tool_calls" or one[name]} for one in messages]
         return {"conversation": messages, "tools": self.tools, "documents": self.documents} | found
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from drafter.errors import RequestError, shown, unknown_setting
 from drafter.prompt import Prompt
-from drafter.requests import SEEDS, SamplingParams, hashed_seed, sample_seed
+from drafter.requests import SamplingParams, hashed_seed, sample_seed
 from pipeline.cluster.model_copies import model_name
 from pipeline.engines.models import longest_request
 from pipeline.errors import RowError
@@ -52,8 +52,6 @@ def row_sampling(
         sampling = replace(defaults, **own)
     except (RequestError, TypeError) as error:
         raise RowError("BadSampling", str(error)) from error
-    if sampling.seed >= SEEDS:
-        raise RowError("BadSampling", f"seed must be less than 2**63, not {shown(sampling.seed)}")
     return sampling if own_seed is None else replace(sampling, seed=sample_seed(own_seed, sample))
 
 

@@ -143,7 +143,8 @@ _MESSAGE = {
 }
 _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MOST_MESSAGES}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _TOKEN_IDS]}
+_PROMPTS = [{"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _TOKEN_IDS)]
+_PROMPT = {"anyOf": [_TEXT, _TOKEN_IDS, *_PROMPTS]}
 
 
 def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:

@@ -140,6 +140,12 @@ def test_half_a_character_is_refused_in_each_text(name: str, value: Any) -> None
         SamplingParams(**{name.partition(".")[0]: value})
 
 
+def test_a_seed_that_would_be_another_one_at_the_endpoint_is_refused() -> None:
+    assert SamplingParams(seed=2**63 - 1).seed == 2**63 - 1
+    with pytest.raises(RequestError, match=r"seed must be less than 2\*\*63, not 9223372036854775808"):
+        SamplingParams(seed=2**63)
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     assert read_generation_file(tmp_path, "m") == {}
     (tmp_path / "generation_config.json").write_text("[1]")

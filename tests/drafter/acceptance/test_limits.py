@@ -126,3 +126,5 @@ def test_a_slot_keeps_nothing_of_the_request_before() -> None:
     table.move(1, 0)
     table.set(1, None, 6)
     assert forbidden() == [[5], []]
+    table.set(0, Limits(early=frozenset([1]), min_tokens=10**30), 6)  # more than an integer of the device has
+    assert forbidden() == [[1], []]

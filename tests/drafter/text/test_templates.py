@@ -199,6 +199,12 @@ def test_no_content_is_an_empty_one_where_the_template_reads_one() -> None:
     assert encode_chat(tokenizer, without) == encode_chat(tokenizer, asked["messages"])
 
 
+@pytest.mark.parametrize("template", ["llama", "qwen", "mistral"])
+def test_no_calls_are_none(template: str) -> None:
+    tokenizer, messages = tokenizer_of(template), said("hi", "hello", "bye")
+    assert encode_chat(tokenizer, [{**one, "tool_calls": []} for one in messages]) == encode_chat(tokenizer, messages)
+
+
 @pytest.mark.parametrize("template", ["chatml", "llama", "qwen", "gemma", "vision"])
 def test_a_last_message_of_the_assistant_is_continued(template: str) -> None:
     tokenizer, messages = tokenizer_of(template), said("hi", "The answer")
@@ -219,6 +225,7 @@ def test_a_last_message_of_the_assistant_is_continued(template: str) -> None:
         assert encode_chat(tokenizer, Conversation(messages, **settings)) == wanted
         kwargs = Conversation(messages, chat_template_kwargs=settings)
         assert encode_chat(tokenizer, kwargs) == wanted
+    assert encode_chat(tokenizer, said(messages[0]["content"], parts("The answer"))) == continued
     with pytest.raises(RequestError, match="continue_final_message and add_generation_prompt are not compatible"):
         encode_chat(tokenizer, Conversation(messages, add_generation_prompt=True, continue_final_message=True))
 
@@ -231,12 +238,25 @@ def test_a_last_message_of_the_assistant_is_continued(template: str) -> None:
         ("chatml", parts("one", "two"), "one\ntwo"),
         ("llama", parts("one"), "one"),
         ("gemma", parts("one", "two"), "one\ntwo"),
+        ("chatml", [], ""),
+        ("vision", [], []),
     ],
 )
 def test_a_text_is_given_in_the_form_that_the_template_reads(template: str, given: Any, read: Any) -> None:
     tokenizer = tokenizer_of(template)
     wanted = tokenizer.apply_chat_template(said(read), add_generation_prompt=True, return_dict=False)
     assert encode_chat(tokenizer, said(given)) == wanted
+
+
+@pytest.mark.parametrize("template", ["qwen", CHATML.replace("<|end|>", "{{ message.tool_calls }}<|end|>")])
+def test_a_text_beside_calls_is_given_in_that_form_too(template: str) -> None:
+    def tokens(content: Any) -> list[int]:
+        called = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+        return encode_chat(tokenizer, [*said("add"), called, *said("and?")])
+
+    tokenizer = tokenizer_of(template)
+    assert "let me" in tokenizer.decode(tokens("let me"))
+    assert tokens(parts("let me")) == tokens("let me")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import jsonschema
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
@@ -161,6 +162,14 @@ def test_keys(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
         assert HTTP.get(f"{address}/metrics", headers={"Authorization": "Bearer mine"}).status_code == 200
         for path in ("/health", "/", "/page.js", "/openapi.json"):
             assert HTTP.get(address + path).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["Tom has", ["Tom", "Ann"], [5, 6], [[5, 6], [7]]])
+def test_the_document_has_each_kind_of_prompt(local: str, prompt: Any) -> None:
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 1}
+    assert HTTP.post(f"{local}/v1/completions", json=body).status_code == 200
+    asked = HTTP.get(f"{local}/openapi.json").json()["paths"]["/v1/completions"]["post"]["requestBody"]
+    jsonschema.validate(body, asked["content"]["application/json"]["schema"])
 
 
 @pytest.mark.slow
