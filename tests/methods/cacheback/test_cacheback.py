@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from drafter.drafters.contract import Ask, Committed, DraftContext, Loan
 from drafter.methods.cacheback import drafter as cacheback
 from drafter.methods.cacheback.drafter import CachebackDrafter, LruTable, grow, side_by_side
-from drafter.methods.cacheback.frozen_table import NgramCounts, Table
+from drafter.methods.cacheback.frozen_table import Table
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
+from recipes.cacheback.counting import NgramCounts
 from tests.support.models import run_engine
 from tests.support.slots import enter, move
 from tests.support.trees import check_slice_contract
