@@ -44,17 +44,11 @@ class DecodeCounts:
 
 @dataclass(frozen=True)
 class MemberView:
-    """Estimates of one member of a drafter at a batch size.
-
-    Rates are tokens per second and row.
-    """
+    """How fast one member of a drafter is at a batch size."""
 
     name: str
-    rate: float  # at its best number of draft tokens, plain decoding included
-    nodes: int  # that number; 0 where plain decoding is faster
-    drafted_rate: float  # when it drafts, even if plain decoding is faster
-    beside: str | None = None  # the chosen member, or `PLAIN`, of its last comparison
-    relative: float = 0.0  # its rate ÷ that of `beside`, as estimated then
+    beside: str | None = None  # the chosen member, or `PLAIN`; None for the chosen one itself
+    relative: float = 0.0  # its tokens per second, as estimated, ÷ those of `beside`
 
 
 PLAIN = "plain decoding"

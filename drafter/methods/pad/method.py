@@ -27,7 +27,6 @@ from drafter.errors import LoadError, first_line
 from drafter.target_model.model import BaseModel
 
 _HIDDEN, _SCALARS, _JOINED = 64, 8, 128
-_LAYERS_FROM_END = 8
 _PIVOT = 1
 _LEAST_DEVIATION = 1e-6
 
@@ -79,11 +78,6 @@ class PivotClassifier(nn.Module):
     def log_pivot(self, features: PivotFeatures) -> Tensor:
         """Return log P(pivot) `[...]`; never -inf, so a threshold of 0 is never met."""
         return self.forward(features).log_softmax(-1)[..., _PIVOT]
-
-
-def published_layer(num_layers: int) -> int:
-    """Return the layer to read: the eighth from the end, or the first of a model with fewer."""
-    return max(num_layers - _LAYERS_FROM_END, 0)
 
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
