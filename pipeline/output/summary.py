@@ -20,6 +20,7 @@ from drafter.statistics import (
     MemberView,
     RecordSums,
     StepSums,
+    Sums,
     draft_acceptance_rate,
     mean_acceptance_length,
     per_second,
@@ -72,16 +73,13 @@ def is_valid(valid: bool | None, finish_reason: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ValidSums:
+class ValidSums(Sums):
     """Rows, and new tokens, of finished rows that are valid, and of all others."""
 
     valid: int = 0
     others: int = 0
     valid_tokens: int = 0
     other_tokens: int = 0
-
-    def plus(self, other: ValidSums) -> ValidSums:
-        return ValidSums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
