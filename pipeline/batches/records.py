@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pipeline.io.files import locate, sync
 from pipeline.openai.errors import OpenAIError
@@ -111,15 +111,7 @@ class BatchRecord:
         }
 
 
-class _Owned(Protocol):
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def owner(self) -> str: ...
-
-
-Record = TypeVar("Record", bound=_Owned)
+Record = TypeVar("Record", bound=FileRecord | BatchRecord)
 
 
 class Shelf(Generic[Record]):
