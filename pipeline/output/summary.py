@@ -82,7 +82,7 @@ class ValidSums(Sums):
     other_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class OutputTotals:
     """Sums over an output; `errors` are rows that failed, and all others are of finished rows."""
 
@@ -92,19 +92,23 @@ class OutputTotals:
     records: RecordSums = field(default_factory=RecordSums)
     valid: ValidSums = field(default_factory=ValidSums)
 
+    def add(self, table: pa.Table) -> None:
+        """Add finished rows, with the columns of `COUNTS`, `finish_reason` and `record_columns`."""
+        self.rows += table.num_rows
+        self.counts = total([self.counts, counts_of(table)])
+        self.records = self.records.plus(records_of(table))
+        self.valid = self.valid.plus(valid_sums(table))
+
 
 def read_totals(output: OutputFolder) -> OutputTotals:
     """Sum over all committed parts."""
-    errors = count_rows(parquet_dataset(output.errors))
-    if not output.data.parquets():
-        return OutputTotals(errors=errors)
-    dataset = parquet_dataset(output.data)
-    columns = dict.fromkeys([*COUNTS, "acceptance_histogram", "finish_reason", *record_columns(dataset)])
-    rows, counts, records, valid = 0, DecodeCounts(), RecordSums(), ValidSums()
-    for table in read_tables(dataset, list(columns)):
-        rows, counts = rows + table.num_rows, total([counts, counts_of(table)])
-        records, valid = records.plus(records_of(table)), valid.plus(valid_sums(table))
-    return OutputTotals(rows, errors, counts, records, valid)
+    found = OutputTotals(errors=count_rows(parquet_dataset(output.errors)))
+    if output.data.parquets():
+        dataset = parquet_dataset(output.data)
+        columns = dict.fromkeys([*COUNTS, "acceptance_histogram", "finish_reason", *record_columns(dataset)])
+        for table in read_tables(dataset, list(columns)):
+            found.add(table)
+    return found
 
 
 def parquet_dataset(folder: Location) -> pyarrow.dataset.Dataset:
