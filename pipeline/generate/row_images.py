@@ -197,9 +197,16 @@ def take_row_images(
             found[index] = [_found(one, file, reading) for one in sources]
         except RequestError as error:
             problems[index] = RowProblem("BadPrompt", str(error))
+
+    def known_by(one: _Found) -> tuple[str, str | None] | RequestError:
+        try:
+            return reading.identity(one.source)
+        except RequestError as error:
+            return error
+
     flat = [(index, one) for index, some in found.items() for one in some]
     staged: list[list[StagedImage] | None] = [None] * len(rows)
-    for (index, one), known in zip(flat, in_parallel(_identity(reading), [one for _, one in flat]), strict=True):
+    for (index, one), known in zip(flat, in_parallel(known_by, [one for _, one in flat]), strict=True):
         state = None
         if isinstance(known, RequestError):
             problems.setdefault(index, RowProblem("BadPrompt", str(known)))
@@ -276,16 +283,6 @@ def _found(source: Any, file: str, reading: ImageReading) -> _Found:
     open_image(source, reading.limits).save(stream, "PNG")  # pixels, which are large as lists
     address = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
     return _Found(address, address)
-
-
-def _identity(reading: ImageReading) -> Any:
-    def identity(found: _Found) -> tuple[str, str | None] | RequestError:
-        try:
-            return reading.identity(found.source)
-        except RequestError as error:
-            return error
-
-    return identity
 
 
 def changed_images(staged: StagedInput, reading: ImageReading) -> str | None:
