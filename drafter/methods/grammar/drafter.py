@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from drafter.drafters.contract import DraftSpec, Loading, PlainDecoding
+from drafter.drafters.contract import Loading, PlainDecoding
 
 
-class ForcedDrafter(PlainDecoding):
-    def __init__(self, nodes: int) -> None:
-        self.spec = DraftSpec(nodes, nodes)
-
-
-def forced(loading: Loading) -> ForcedDrafter:
-    return ForcedDrafter(loading.nodes)
+def forced(loading: Loading) -> PlainDecoding:
+    return PlainDecoding(loading.nodes)
