@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from drafter import devices
+from drafter.tree.paths import RowDrafts
 
 PAD_TOKEN = -1  # token of a padding node; no target model generates it, so padding is never accepted
 PADDING = (PAD_TOKEN, 0, 1, -torch.inf)  # token, parent, depth and log-probability of a padding node
@@ -164,6 +166,17 @@ def from_nodes(
     root = root_only(pending)
     tree = TokenTree(*(torch.cat(parts, 1) for parts in zip(vars(root).values(), vars(body).values(), strict=True)))
     return tree if tree.size == size else tree.padded(size)
+
+
+def from_rows(pending: Tensor, rows: Sequence[RowDrafts], size: int) -> TokenTree:
+    """Return the tree of the most probable candidates of each row, which are on the host; see `from_nodes`."""
+    width = max(1, *(len(row.tokens) for row in rows))
+    parts = (*np.zeros((3, len(rows), width), np.int64), np.full((len(rows), width), -np.inf, np.float32))
+    for place, row in enumerate(rows):
+        for part, values in zip(parts, vars(row).values(), strict=True):
+            part[place, : len(values)] = values
+    tokens, parents, depths, log_probs = (devices.send(torch.from_numpy(part), pending.device) for part in parts)
+    return from_nodes(pending, tokens, parents, depths, log_probs, size)
 
 
 def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> TokenTree:
