@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import sqrt
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 _TELLING_STEPS = 200  # steps that drafted, of which so few accepted tokens are no chance
 _HARDLY_ABOVE_PLAIN = 1.1  # tokens of such a step
+
+
+class Sums:
+    """A dataclass of numbers, which are added one by one."""
+
+    def plus(self, other: Self, sign: int = 1) -> Self:
+        return type(self)(**{name: value + sign * getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass
@@ -44,17 +51,11 @@ class DecodeCounts:
 
 @dataclass(frozen=True)
 class MemberView:
-    """Estimates of one member of a drafter at a batch size.
-
-    Rates are tokens per second and row.
-    """
+    """How fast one member of a drafter is at a batch size."""
 
     name: str
-    rate: float  # at its best number of draft tokens, plain decoding included
-    nodes: int  # that number; 0 where plain decoding is faster
-    drafted_rate: float  # when it drafts, even if plain decoding is faster
-    beside: str | None = None  # the chosen member, or `PLAIN`, of its last comparison
-    relative: float = 0.0  # its rate ÷ that of `beside`, as estimated then
+    beside: str | None = None  # the chosen member, or `PLAIN`; None for the chosen one itself
+    relative: float = 0.0  # its tokens per second, as estimated, ÷ those of `beside`
 
 
 PLAIN = "plain decoding"
@@ -78,7 +79,7 @@ class Verdict:
 
 
 @dataclass
-class StepSums:
+class StepSums(Sums):
     """Sums over decode steps, with an estimate of plain decoding's time for the same tokens.
 
     The estimate of a step is the latency of a plain step × tokens per row. That latency is measured at start and
@@ -110,9 +111,6 @@ class StepSums:
         self.squared += seconds * seconds
         self.plain_squared += plain_seconds * plain_seconds
         self.product += seconds * plain_seconds
-
-    def plus(self, other: StepSums) -> StepSums:
-        return StepSums(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
     @property
     def speedup(self) -> float:
@@ -203,16 +201,13 @@ def total(counts: Iterable[DecodeCounts]) -> DecodeCounts:
 
 
 @dataclass(frozen=True)
-class RecordSums:
+class RecordSums(Sums):
     """Sums over requests with `structured_outputs`."""
 
     records: int = 0
     valid: int = 0  # those whose output is whole
     tokens: int = 0  # new tokens
     forced: int = 0  # those of them about which there was no choice
-
-    def plus(self, other: RecordSums) -> RecordSums:
-        return RecordSums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     @property
     def valid_share(self) -> float:

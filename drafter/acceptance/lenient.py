@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, Verified
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import TokenTree, followed
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,12 @@ def lenient_walk(tree: TokenTree, choices: Tensor, lenient: Tensor, log_probs: T
         worth = torch.where(here, exact * bonus + 1 + best % bonus, worth)
         best = best.scatter_reduce(1, tree.parents, torch.where(here, worth, 0), "amax")
     following = _child(tree.parents, allowed & (worth == best.gather(1, tree.parents)), log_probs, ids)
-    node, places = ids[:, :1], [ids[:, :1]]
-    alive, count = torch.ones_like(node, dtype=torch.bool), torch.zeros_like(node)
-    for _ in range(depth):
-        child = following.gather(1, node)
-        alive = alive & (child < nodes)
-        node = torch.where(alive, child, node)
-        count = count + alive
-        places.append(torch.where(alive, child, 0))
-    path = torch.cat(places, 1)
+    path = followed(following, depth)
+    path = torch.where(path < nodes, path, 0)
     after = torch.cat([path[:, 1:], path.new_zeros(batch, 1)], 1)
-    drafted = torch.arange(depth + 1, device=path.device) < count
+    drafted = after > 0
     tokens = torch.where(drafted, tree.tokens.gather(1, after), choices.gather(1, path))
-    return Accepted(path, tokens, count[:, 0], drafted & ~exact.gather(1, after))
+    return Accepted(path, tokens, drafted.sum(1), drafted & ~exact.gather(1, after))
 
 
 def _child(parents: Tensor, candidates: Tensor, log_probs: Tensor, ids: Tensor) -> Tensor:

@@ -359,8 +359,6 @@ class AdaptiveBudget:
         highest = max(float(fastest[leader]), plain)
         views = []
         for member in known if len(self._names) > 1 else ():
-            rate = float(fastest[member])
-            nodes = int(self._nodes[best[member]]) if rate > plain else 0
-            compared = () if member == leader else (beside, rate / highest)
-            views.append(MemberView(self._names[member], max(rate, plain), nodes, rate, *compared))
+            compared = () if member == leader else (beside, float(fastest[member]) / highest)
+            views.append(MemberView(self._names[member], *compared))
         return BatchChoice(band.rows, self._names[leader], band.explored, tuple(views), verdict, replace(band.sums))

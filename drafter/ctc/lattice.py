@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafter import devices
-from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from drafter.tree.token_tree import TokenTree, from_nodes, promising, root_only
 
 
 class LabelModel(Protocol):
@@ -67,9 +67,11 @@ def best_lattice_trie(
             break
         masses, shares = _emissions(model, level, min(level + band, frames), paths)
         levels.append(_best_of_rows(masses, shares, paths, len(pending), keep))
-        chosen = None if devices.is_asynchronous(pending.device) else _promising(levels, size, least)
-        if chosen is not None and not len(chosen):
-            break
+        chosen = None
+        if not devices.is_asynchronous(pending.device):
+            chosen = promising([one.probs for one in levels], size, least).flatten().nonzero()[:, 0]
+            if not len(chosen):
+                break
         paths = _extended(model, paths, masses, shares, levels[-1], chosen)
     if not levels:
         return root_only(pending)
@@ -140,19 +142,6 @@ def _best_of_rows(masses: list[Tensor], shares: Tensor, paths: _Paths, batch: in
     # Rounding must not lift a sure token above the token before it.
     probs = torch.minimum(probs, paths.probs[path])
     return _Level(names[path, index % options], paths.nodes[path], probs, path)
-
-
-def _promising(levels: Sequence[_Level], size: int, least: float) -> Tensor:
-    """Return the indices in the last level, `[B * K]`, of nodes that may have children in the tree.
-
-    Only nodes in the best tree of all candidates so far can have a child in a tree of that size.
-    """
-    last = levels[-1].probs
-    wanted = last > least
-    found = torch.cat([level.probs for level in levels], 1)
-    if found.shape[1] >= size - 1:
-        wanted &= last > found.topk(size - 1).values[:, -1:]
-    return wanted.flatten().nonzero()[:, 0]
 
 
 def _extended(

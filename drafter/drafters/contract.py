@@ -241,9 +241,13 @@ class TextMemory(Drafter):
 
 
 class PlainDecoding(Drafter):
-    """`none`: proposes only roots, which makes plain decoding, in the same loop as everything else."""
+    """`none`: proposes only roots, which makes plain decoding, in the same loop as everything else.
 
-    spec = DraftSpec(max_nodes=0, max_depth=0)
+    With `nodes`, trees have room for so many draft tokens that a guide forces.
+    """
+
+    def __init__(self, nodes: int = 0) -> None:
+        self.spec = DraftSpec(max_nodes=nodes, max_depth=nodes)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         return root_only(context.pending)

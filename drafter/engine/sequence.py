@@ -17,13 +17,14 @@ from drafter.acceptance.limits import Limits
 from drafter.drafters.contract import Ids
 from drafter.engine.handle import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
-from drafter.parts.contract import NewTokens, RowDrafts, RowPart, Steering
+from drafter.parts.contract import NewTokens, RowPart, Steering
 from drafter.prompt import TextKey
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing
 from drafter.statistics import DecodeCounts
 from drafter.target_model.model import BaseModel
 from drafter.target_model.sight import Borders, Features
 from drafter.text.tokenizers import refuse_long
+from drafter.tree.paths import RowDrafts
 
 
 class Status(Enum):

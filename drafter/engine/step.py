@@ -24,11 +24,12 @@ from drafter.drafters.contract import Ask, DraftContext, choices_of
 from drafter.engine.batch import BatchState
 from drafter.engine.sequence import Handling, Sequence
 from drafter.engine.shadows import Shadows
-from drafter.parts.contract import NewTokens, RowDrafts, Steering
+from drafter.parts.contract import NewTokens, Steering
 from drafter.requests import TokenLogprob
 from drafter.target_model.attention import Packing
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import TreeNodes
+from drafter.tree.paths import RowDrafts
 from drafter.tree.token_tree import TokenTree, root_only
 
 _NOT_FINITE = -1  # token chosen from logits that are not numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from drafter.ctc.head import CTCHead
 from drafter.drafters.target import Target
 from drafter.errors import LoadError, first_line
-from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE, head_config
+from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE, head_config, write_whole
 from drafter.heads.contract import DraftHead, Provenance, most_frequent
 from drafter.heads.packed import pack, unpack
 from drafter.heads.published import Json, Layout, TargetOfExport, Weights, public_config, read_public, refuse_other_base
@@ -87,15 +87,8 @@ def save_head(head: DraftHead, folder: str | Path, *, packed: bool = False) -> N
     text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     stored = pack(tensors) if packed else tensors
-    _replace(folder / WEIGHTS_FILE, lambda file: save_file(stored, file, metadata={"format": "pt"}))
-    _replace(folder / CONFIG_FILE, lambda file: file.write_text(text))
-
-
-def _replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Write atomically: to a temporary file beside `target`, then rename."""
-    temporary = target.with_name(target.name + ".tmp")
-    write(temporary)
-    temporary.replace(target)
+    write_whole(folder / WEIGHTS_FILE, lambda file: save_file(stored, file, metadata={"format": "pt"}))
+    write_whole(folder / CONFIG_FILE, lambda file: file.write_text(text))
 
 
 def export_head(source: Path, target: Path, base: TargetOfExport) -> None:

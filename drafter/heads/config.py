@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from drafter.errors import LoadError, first_line
@@ -58,6 +59,16 @@ def check_even_heads(config: Any) -> None:
     """Raise `ValueError` unless `hidden_size` splits into `num_heads` heads of even width, as rotary positions need."""
     if config.hidden_size % (2 * config.num_heads):
         raise ValueError(f"hidden_size {config.hidden_size} does not split into {config.num_heads} heads of even width")
+
+
+def write_whole(target: Path, write: Callable[[Path], object]) -> None:
+    """Write a file that appears complete or not at all: `write` makes another one beside it, which is renamed."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    try:
+        write(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any:

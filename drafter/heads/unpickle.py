@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafter.errors import first_line
-from drafter.heads.config import WEIGHTS_FILE
+from drafter.heads.config import WEIGHTS_FILE, write_whole
 
 _PICKLES = ("hydra_lm_head.pt", "medusa_lm_head.pt", "pytorch_model.bin")
 
@@ -40,12 +40,8 @@ def convert_file(pickle: Path, target: Path) -> None:
         raise ValueError(f"{pickle.name} cannot be converted: {first_line(error)}") from error
     if not isinstance(tensors, dict) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
         raise ValueError(f"{pickle.name} cannot be converted: it holds more than named tensors")
-    temporary = target.with_name(target.name + ".tmp")
-    try:
-        save_file({str(name): one.contiguous().clone() for name, one in tensors.items()}, temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    own = {str(name): one.contiguous().clone() for name, one in tensors.items()}
+    write_whole(target, lambda file: save_file(own, file))
 
 
 def main() -> None:

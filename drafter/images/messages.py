@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from drafter.errors import RequestError, shown
-from drafter.text.conversation import Conversation
+from drafter.text.conversation import Conversation, are_objects
 
 IMAGE = "image"
 PLACE: dict[str, str] = {"type": IMAGE}
@@ -47,7 +47,7 @@ def take_images(messages: Any, images: Sequence[Any] = ()) -> tuple[Any, list[An
         found.append(source)
         return PLACE
 
-    if not _are_messages(messages):
+    if not are_objects(messages):
         if images:
             raise RequestError(f"messages must be a list of messages with role and content, not {shown(messages)}")
         return messages, []
@@ -66,14 +66,10 @@ def take_images(messages: Any, images: Sequence[Any] = ()) -> tuple[Any, list[An
 
 
 def has_images(messages: Any) -> bool:
-    if not _are_messages(messages):
+    if not are_objects(messages):
         return False
     parts = (part for message in messages for part in _parts(message))
     return any(isinstance(part, Mapping) and part.get("type") in ("image_url", IMAGE) for part in parts)
-
-
-def _are_messages(messages: Any) -> bool:
-    return isinstance(messages, list | tuple) and all(isinstance(one, Mapping) for one in messages)
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Any]:

@@ -209,9 +209,7 @@ def _spans(places: npt.NDArray[np.int64], counts: Sequence[int], digests: Sequen
     return tuple(Span(int(places[end - count]), int(places[end - 1]) + 1, one) for end, count, one in found)
 
 
-def load_processor(
-    name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False
-) -> ImageProcessor | None:
+def load_processor(name_or_path: str | Path, *, trust_remote_code: bool = False) -> ImageProcessor | None:
     """Load the processor of a target model that sees, given by hub id or folder; None for one of text alone.
 
     GGUF files have the part of a model that reads text.
@@ -221,7 +219,7 @@ def load_processor(
     name = os.path.expanduser(name_or_path)
     if gguf_file(name) is not None:
         return None
-    where = {"local_files_only": local_files_only or local_only(name), "trust_remote_code": trust_remote_code}
+    where = {"local_files_only": local_only(name), "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(name, **where)
         if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from drafter.engine.handle import Handle
 from drafter.requests import FinishReason, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target_model.sight import Borders, Features
+from drafter.tree.paths import RowDrafts
 
 
 class Row(Protocol):
@@ -38,16 +38,6 @@ class NewTokens(NamedTuple):  # of each row and step: a dataclass takes three ti
     drafted: int
     logprobs: list[TokenLogprob] | None = None  # of each token, if the row wants them
     version: int | None = None  # of the weights that have drafted
-
-
-@dataclass(frozen=True)
-class RowDrafts:
-    """A row's draft tokens as `from_nodes` takes them: parents before children, and -1 for the text's end."""
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-    log_probs: list[float]
 
 
 class RowPart:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from drafter.engine.handle import Handle
 from drafter.errors import RequestError
-from drafter.parts.contract import Room, Row, RowDrafts, RowPart
-from drafter.tree.paths import left_behind
+from drafter.parts.contract import Room, Row, RowPart
+from drafter.tree.paths import RowDrafts, left_behind
 
 _FADING = 0.5
 """Log-probability lost a level: who drafted does not say how probable the tokens are, and their order is kept."""

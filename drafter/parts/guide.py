@@ -12,8 +12,8 @@ from torch import Tensor
 
 from drafter.acceptance.guide import Guide, Guides, PutOff
 from drafter.engine.handle import Handle
-from drafter.parts.contract import Room, Row, RowDrafts, Steering
-from drafter.tree.paths import ROOT, children_of
+from drafter.parts.contract import Room, Row, Steering
+from drafter.tree.paths import ROOT, RowDrafts, children_of
 
 
 class GuidePart(Steering):
@@ -24,7 +24,7 @@ class GuidePart(Steering):
         self._forced: list[int] = []  # indices of output
 
     def before_step(self, drafts: RowDrafts, depth: int) -> tuple[RowDrafts, int]:
-        guide, children, found, begun = self._guide, children_of(drafts.parents), RowDrafts([], [], [], []), 0
+        guide, children, found, begun = self._guide, children_of(drafts.parents), RowDrafts(), 0
 
         def visit(place: int, node: int | None, level: int, log_prob: float) -> None:
             """Add what may follow `place` of `found`, at depth `level`; nobody drafted that place if `node` is None."""
@@ -39,9 +39,7 @@ class GuidePart(Steering):
                 begun += begun == level - 1 == place + 1  # a chain so far
             for token, (child, own) in candidates.items():
                 if guide.consume(token):
-                    for part, value in zip(vars(found).values(), (token, place, level, own), strict=True):
-                        part.append(value)
-                    visit(len(found.tokens) - 1, child, level + 1, own)
+                    visit(found.add(token, place, level, own), child, level + 1, own)
                     guide.rewind(1)
 
         visit(ROOT, ROOT, 1, 0.0)

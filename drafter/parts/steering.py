@@ -16,8 +16,9 @@ from torch import Tensor
 from drafter import devices
 from drafter.acceptance.guide import PutOff
 from drafter.drafters.contract import Ask, DraftSpec
-from drafter.parts.contract import RowDrafts, Steering
-from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from drafter.parts.contract import Steering
+from drafter.tree.paths import RowDrafts
+from drafter.tree.token_tree import TokenTree, from_rows, root_only
 
 _EVERYTHING = -1  # a word of a mask with all its bits
 
@@ -56,17 +57,7 @@ def steered(
         rows.append(drafts)
         forced.append(min(begun, room))
         sizes.append(1 + min(len(drafts.tokens), forced[-1] + rest, room))
-    width = max(len(drafts.tokens) for drafts in rows)
-    tokens, parents, depths, log_probs = (  # one tensor of all rows: making many, as `pad_sequence` needs, takes longer
-        torch.tensor([[*one, *[missing] * (width - len(one))] for one in values], dtype=like.dtype)
-        for values, like, missing in zip(
-            zip(*(vars(drafts).values() for drafts in rows), strict=True),
-            vars(tree).values(),
-            (0, -1, 1, -torch.inf),
-            strict=True,
-        )
-    )
-    made = from_nodes(tree.tokens[:, 0], tokens, parents, depths, log_probs, 1 + width)
+    made = from_rows(tree.tokens[:, 0], rows, 1 + max(len(drafts.tokens) for drafts in rows))
     return made.trimmed(torch.tensor(sizes)), forced
 
 

@@ -212,9 +212,8 @@ def prefix_attention_agrees(
 
 def prefix_attention_on(device: torch.device, dtype: torch.dtype) -> PrefixAttention | None:
     """Return the kernel that reads rows to their own length there, not yet proved (see `BaseModel`), or None."""
-    has = hasattr(torch.ops.aten, "_flash_attention_forward")
     half = dtype in (torch.float16, torch.bfloat16)
-    return flash_prefix_attention if device.type == "cuda" and half and has else None
+    return flash_prefix_attention if device.type == "cuda" and half else None
 
 
 def query_groups(config: Any) -> int:

@@ -181,6 +181,28 @@ class CacheBytes:
         return CacheBytes(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
 
 
+class LayerView(CacheLayerMixin):
+    """What a layer sees of its cache in one forward, of texts of up to `length` tokens. See `LayerCache.views`.
+
+    transformers asks for more of a cache's layer. The models do not use it, as masks and positions are passed in.
+    """
+
+    def __init__(self, length: int = 0) -> None:
+        super().__init__()
+        self._length = length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._length
+
+
 class LayerCache(ABC):
     """What layers of one kind keep: a room of `TargetCache`, which tells it of every event."""
 
@@ -193,7 +215,7 @@ class LayerCache(ABC):
         """Note whose text is read next in a slot."""
 
     @abstractmethod
-    def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
+    def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, LayerView]:
         """Return what layers see of it in one forward, by number of the layer; see `TargetCache.view`.
 
         A view's `update` takes what the layer has computed of the nodes, packed as these are, and returns what it
@@ -261,7 +283,7 @@ class TargetCache:
         Args:
             apart: Layers that get back only the new nodes' keys and values; they read the others themselves.
         """
-        views: dict[int, CacheLayerMixin] = {}
+        views: dict[int, LayerView] = {}
         for layer in self.layers:
             views.update(layer.views(nodes, apart))
         return Cache(layers=[views[number] for number in range(len(views))])

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
 from drafter import devices
-from drafter.target_model.cache import BLOCK, Blocks, CacheBytes, GrowingBlocks, LayerCache, Rows
+from drafter.target_model.cache import BLOCK, Blocks, CacheBytes, GrowingBlocks, LayerCache, LayerView, Rows
 from drafter.target_model.nodes import Nodes
 
 
@@ -43,7 +42,7 @@ class LayerShape:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
-class _LayerView(CacheLayerMixin):
+class _LayerView(LayerView):
     """One layer in one forward: writes new keys and values, returns all the rows' keys and values.
 
     Args:
@@ -56,8 +55,8 @@ class _LayerView(CacheLayerMixin):
     def __init__(
         self, writes: list[tuple[Tensor, Tensor]], reads: list[Tensor] | None, kv_length: int, places: Tensor | None
     ) -> None:
-        super().__init__()
-        self._writes, self._reads, self._kv_length, self._places = writes, reads, kv_length, places
+        super().__init__(kv_length)
+        self._writes, self._reads, self._places = writes, reads, places
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -69,18 +68,6 @@ class _LayerView(CacheLayerMixin):
             return key_states, value_states
         keys, values = self._reads if self._places is None else [_gather(one, self._places) for one in self._reads]
         return keys, values
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._kv_length, 0  # unused, as masks are passed in whole
-
-    def get_seq_length(self) -> int:
-        return 0  # unused, as positions are passed in
-
-    def get_max_length(self) -> int:
-        return self._kv_length
 
 
 def _gather(states: Tensor, places: Tensor) -> Tensor:
@@ -156,7 +143,7 @@ class KVCache(LayerCache):
             pairs.append((keys, values))
         return pairs
 
-    def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
+    def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, LayerView]:
         """See `LayerCache.views`. Layers that are `apart` read the other positions from `keys_values`."""
         count, size = nodes.tokens.shape
         rows = slice(nodes.slot, nodes.slot + count)
@@ -170,7 +157,7 @@ class KVCache(LayerCache):
             for buffer, members in zip(self.buffers, self._members, strict=True)
         ]
         reads, places = self._reads(rows, nodes.kv_length)
-        views: dict[int, CacheLayerMixin] = {}
+        views: dict[int, LayerView] = {}
         for number, both in enumerate(self._of_layers):
             written_to = [(self.buffers[buffer], writes[buffer][member]) for buffer, member in both]
             read = None if number in apart else [reads[buffer][member] for buffer, member in both]

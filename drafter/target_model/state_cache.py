@@ -14,11 +14,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from drafter import devices
 from drafter.native.mixing import MixerLayer, Texts, keep_paths
-from drafter.target_model.cache import CacheBytes, LayerCache
+from drafter.target_model.cache import CacheBytes, LayerCache, LayerView
 from drafter.target_model.nodes import Nodes, PromptNodes, TreeNodes
 from drafter.target_model.tree_scan import TreePaths
 
@@ -199,7 +199,7 @@ class StateCache(LayerCache):
     def enter(self, slot: int, salt: str) -> None:
         self.snapshots.enter(slot, salt)
 
-    def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
+    def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, LayerView]:
         return {self._number: self.view(nodes)}
 
     def view(self, nodes: Nodes) -> StateView:
@@ -344,7 +344,7 @@ def _zeros(count: int, shape: StateShape, *, transposed: bool) -> Tensor:
     return devices.zeros((count, *others, columns, rows), shape.dtype, shape.device).mT
 
 
-class StateView(CacheLayerMixin):
+class StateView(LayerView):
     """The states in one forward. Mixers find it in the cache that the model hands to them; see `view_in`.
 
     Args:
@@ -383,17 +383,6 @@ class StateView(CacheLayerMixin):
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         raise TypeError("states are read and written by their mixers, not by attention")
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return 0, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return 0
 
 
 def view_in(cache: object) -> StateView | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +27,7 @@ class InPieces(Generic[T]):
     """
 
     def __init__(self, work: Callable[[Callable[[], None]], T]) -> None:
-        self._work, self._result, self._error = work, list[T](), list[BaseException]()
+        self._work, self._future = work, Future[T]()
         self._turn, self._back, self._closed = threading.Semaphore(0), threading.Semaphore(0), False
         self._thread = threading.Thread(target=self._run, name="in-pieces", daemon=True)
         self._thread.start()
@@ -35,13 +36,11 @@ class InPieces(Generic[T]):
         """Do a piece, and return whether it was the last one."""
         self._turn.release()
         self._back.acquire()
-        return bool(self._result or self._error)
+        return self._future.done()
 
     def result(self) -> T:
         """Return what came out of all pieces, or raise the error."""
-        if self._error:
-            raise self._error[0]
-        return self._result[0]
+        return self._future.result()
 
     def close(self) -> None:
         """Leave what has not been done, and free what it holds."""
@@ -54,11 +53,11 @@ class InPieces(Generic[T]):
         try:
             if not self._closed:
                 with torch.inference_mode():
-                    self._result.append(self._work(self._rest))
+                    self._future.set_result(self._work(self._rest))
         except _Left:
             pass
         except BaseException as error:
-            self._error.append(error)
+            self._future.set_exception(error)
         finally:
             del self._work
             self._back.release()

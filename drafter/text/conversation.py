@@ -49,7 +49,7 @@ class Conversation:
         for place, message in enumerate(self.messages, start=1):
             _check_message(message, f"message {place}")
         for name, value in (("tools", self.tools), ("documents", self.documents)):
-            if not (value is None or _are_objects(value)):
+            if not (value is None or are_objects(value)):
                 raise RequestError(f"{name} must be a list of objects, not {shown(value)}")
         if not isinstance(self.chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs must be an object, not {shown(self.chat_template_kwargs)}")
@@ -80,7 +80,8 @@ class Conversation:
         return {"conversation": messages, "tools": self.tools, "documents": self.documents} | found
 
 
-def _are_objects(value: Any) -> bool:
+def are_objects(value: Any) -> bool:
+    """Return whether a value is a list of objects, as messages, tools and parts of a content are."""
     return isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value)
 
 
@@ -97,7 +98,7 @@ def _check_message(message: Any, name: str) -> None:
         if not any(message.get(other) for other in ("tool_calls", "reasoning_content", "reasoning", "thinking")):
             raise RequestError(f"{name} has no content")
     elif not isinstance(content, str):
-        if not _are_objects(content) or not all(isinstance(part.get("type"), str) for part in content):
+        if not are_objects(content) or not all(isinstance(part.get("type"), str) for part in content):
             raise RequestError(f"content of {name} must be text or a list of typed parts, not {shown(content)}")
         for part in content:
             if part["type"] == "image" and len(part) == 1:

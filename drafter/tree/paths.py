@@ -8,8 +8,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 ROOT = -1
+
+
+@dataclass(frozen=True)
+class RowDrafts:
+    """A row's draft tokens, with their depths and log-probabilities; see `from_nodes` for these."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def add(self, token: int, parent: int, depth: int, log_prob: float) -> int:
+        """Add a token behind those that are there, and return its index."""
+        for values, value in zip(vars(self).values(), (token, parent, depth, log_prob), strict=True):
+            values.append(value)
+        return len(self.tokens) - 1
 
 
 def children_of(parents: Sequence[int]) -> dict[int, list[int]]:

@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from drafter import devices
+from drafter.tree.paths import RowDrafts
 
 PAD_TOKEN = -1  # token of a padding node; no target model generates it, so padding is never accepted
 PADDING = (PAD_TOKEN, 0, 1, -torch.inf)  # token, parent, depth and log-probability of a padding node
@@ -109,6 +111,18 @@ class TokenTree:
         return filled.scatter(2, torch.where(wanted, place, depth), source)[..., :depth]
 
 
+def followed(following: Tensor, depth: int) -> Tensor:
+    """Return nodes `[B, 1 + depth]` from the root on, each the `following` `[B, N]` of the one before; N past the end.
+
+    Where nodes are followed by `[1, 3, 4, 4]`, that is `[0, 1, 3, 4]` for a depth of 3.
+    """
+    following = F.pad(following, (0, 1), value=following.shape[1])
+    path = [torch.zeros_like(following[:, :1])]
+    for _ in range(depth):
+        path.append(following.gather(1, path[-1]))
+    return torch.cat(path, 1)
+
+
 def root_only(pending: Tensor) -> TokenTree:
     """Return trees without draft tokens, of pending tokens `[B]`. Verifying them is plain decoding."""
     tokens = pending[:, None]
@@ -152,6 +166,17 @@ def from_nodes(
     root = root_only(pending)
     tree = TokenTree(*(torch.cat(parts, 1) for parts in zip(vars(root).values(), vars(body).values(), strict=True)))
     return tree if tree.size == size else tree.padded(size)
+
+
+def from_rows(pending: Tensor, rows: Sequence[RowDrafts], size: int) -> TokenTree:
+    """Return the tree of the most probable candidates of each row, which are on the host; see `from_nodes`."""
+    width = max(1, *(len(row.tokens) for row in rows))
+    parts = (*np.zeros((3, len(rows), width), np.int64), np.full((len(rows), width), -np.inf, np.float32))
+    for place, row in enumerate(rows):
+        for part, values in zip(parts, vars(row).values(), strict=True):
+            part[place, : len(values)] = values
+    tokens, parents, depths, log_probs = (devices.send(torch.from_numpy(part), pending.device) for part in parts)
+    return from_nodes(pending, tokens, parents, depths, log_probs, size)
 
 
 def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> TokenTree:
@@ -251,7 +276,8 @@ def best_first_trie(
             break
         chosen = best[:, :width] > -torch.inf
         if not devices.is_asynchronous(pending.device):
-            chosen &= _promising(levels, size, least)[:, :width]
+            least_log = math.log(least) if least > 0 else -math.inf
+            chosen &= promising([one for _, _, one in levels], size, least_log)[:, :width]
             width = int(chosen.sum(1).max())
             if not width:
                 break
@@ -273,11 +299,17 @@ def most_places(depth: int, size: int, beam: int) -> int:
     return 1 + sum(max(0, min(beam, size - 1 - level)) for level in range(1, depth))
 
 
-def _promising(levels: list[tuple[Tensor, Tensor, Tensor]], size: int, least: float) -> Tensor:
-    """Return which candidates of the last level may have children in the tree, `[B, C]`; they come first."""
-    last = levels[-1][2]
-    wanted = last > (math.log(least) if least > 0 else -math.inf)
-    found = torch.cat([one for _, _, one in levels], 1)
+def promising(levels: Sequence[Tensor], size: int, least: float) -> Tensor:
+    """Return which candidates of the last level may have children in a tree of `size` nodes, `[B, C]`.
+
+    Only nodes in the best tree of all candidates so far can have a child in a tree of that size.
+
+    Args:
+        levels: Of each depth so far, the candidates' probabilities, or the logarithms of these, `[B, C]`.
+        least: None of what is no more probable may have children.
+    """
+    last, found = levels[-1], torch.cat(list(levels), 1)
+    wanted = last > least
     if found.shape[1] >= size - 1:
         wanted &= last > found.topk(size - 1).values[:, -1:]
     return wanted

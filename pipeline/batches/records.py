@@ -9,8 +9,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
+from drafter.json_fields import from_json
 from pipeline.io.files import locate, sync
 from pipeline.openai.errors import OpenAIError
 
@@ -111,15 +112,7 @@ class BatchRecord:
         }
 
 
-class _Owned(Protocol):
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def owner(self) -> str: ...
-
-
-Record = TypeVar("Record", bound=_Owned)
+Record = TypeVar("Record", bound=FileRecord | BatchRecord)
 
 
 class Shelf(Generic[Record]):
@@ -135,15 +128,10 @@ class Shelf(Generic[Record]):
         self._records = {}
         for folder in sorted(self._root.iterdir()):
             if (folder / _ABOUT).exists():
-                self._records[folder.name] = self._read(json.loads((folder / _ABOUT).read_text(encoding="utf-8")))
+                about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+                self._records[folder.name] = from_json(self._kind, about)
             elif _ID.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def _read(self, values: dict[str, Any]) -> Record:
-        if "counts" in values:
-            values["counts"] = Counts(**values["counts"])
-            values["errors"] = [Problem(**one) for one in values["errors"]]
-        return self._kind(**values)
 
     def folder(self, name: str) -> Path:
         return self._root / name

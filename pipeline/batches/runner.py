@@ -314,7 +314,7 @@ class Batches:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._under_way() < self._at_once and not self._suspects:
+            while sum(len(run.tasks) for run in self._runs.values()) < self._at_once and not self._suspects:
                 if (begun := self._next_line()) is None:
                     break
                 run, number = begun
@@ -322,9 +322,6 @@ class Batches:
                 run.tasks.add(task)
                 task.add_done_callback(run.tasks.discard)
                 task.add_done_callback(lambda _: self._wake.set())
-
-    def _under_way(self) -> int:
-        return sum(len(run.tasks) for run in self._runs.values())
 
     def _next_line(self) -> tuple[Run, int] | None:
         """Return the next line of the oldest batch of the owner who has waited the longest."""

@@ -151,7 +151,7 @@ class Answers(EngineProcess):
         """
         if self.failure is not None:
             raise self.failure
-        kind = prompt_kind(block)
+        kind = prompt_kind(block.column_names)
         block, made = take_prompts(block)
         if kind is None and not block.num_rows:  # an empty block may have no columns at all
             return block
@@ -270,7 +270,7 @@ def build_processor(
         if preprocess is not None:
             dataset = dataset.map(preprocess)
         elif (there := dataset.columns(fetch_if_missing=False)) is not None:
-            kind = next((name for name in PROMPTS if name in there), None)
+            kind = prompt_kind(there)
             certain = [one.name for one in wanted_columns(_PLAIN) if config.output_prefix + one.name != kind]
             refuse_replaced(there, certain, config.output_prefix)
         prompts, rows = _prompt_settings(config, datetime.now()), config.batch_size  # one time for all, as in a job

@@ -22,14 +22,14 @@ Made = Sequence[Prompt | str]
 """The prompt of each row, or what is wrong with it."""
 
 
-def prompt_kind(block: pa.Table) -> str | None:
-    """Return the column that has the prompts of a block; None if there is none."""
-    return next((name for name in PROMPTS if name in block.column_names), None)
+def prompt_kind(columns: Sequence[str]) -> str | None:
+    """Return which of a table's columns has the prompts; None if there is none."""
+    return next((name for name in PROMPTS if name in columns), None)
 
 
 def make_prompts(block: pa.Table, settings: PromptSettings, encoder: Encoder) -> Made:
     """Return the prompts of a block with a column of them. Images are in messages, or in a column `images`."""
-    kind = prompt_kind(block)
+    kind = prompt_kind(block.column_names)
     assert kind is not None
     settings = of_kind(settings, kind)
     chunk = Chunk(block, list(range(len(block))))
@@ -49,7 +49,7 @@ def make_prompts(block: pa.Table, settings: PromptSettings, encoder: Encoder) ->
 
 def add_prompts(block: pa.Table, settings: PromptSettings) -> pa.Table:
     """Return a block with its prompts, if it has a column of them."""
-    if prompt_kind(block) is None:
+    if prompt_kind(block.column_names) is None:
         return block
     made = make_prompts(block, settings, encoder_of(settings.tokenizer, settings.trust_remote_code, True))
     prompts = prompt_columns([None if isinstance(one, str) else one for one in made], images=True)

@@ -37,6 +37,7 @@ from pipeline.generate.row_keys import (
     text_keys,
 )
 from pipeline.generate.staging import StagingPlan, read_rows, refuse_empty, refuse_shared_ids, rows_per_part
+from pipeline.io.column_types import conform_struct, whole
 from pipeline.io.files import Location, in_parallel
 from pipeline.io.listing import read_apart
 from pipeline.io.parts import Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
@@ -241,7 +242,7 @@ class Results:
         at = len(left)
         for path, some in numbers.items():
             table = self._generated(path).take(pa.array([number for number, _ in some]))
-            pieces.append(_struct(with_program_text(table, kind.names), kind))
+            pieces.append(conform_struct(whole(with_program_text(table, kind.names).to_struct_array()), kind))
             for _, position in some:
                 order[position], at = at, at + 1
         return pa.concat_arrays(pieces).take(pa.array(order, pa.int64()))
@@ -253,16 +254,6 @@ class Results:
 def _generated(table: pa.Table, given: int) -> pa.Table:
     """Return the generated columns, which follow the name and the `given` ones of the input."""
     return table.select(table.column_names[1 + given :])
-
-
-def _struct(table: pa.Table, kind: pa.StructType) -> pa.StructArray:
-    arrays = [
-        table[field.name].combine_chunks().cast(field.type)
-        if field.name in table.column_names
-        else pa.nulls(table.num_rows, field.type)
-        for field in kind
-    ]
-    return pa.StructArray.from_arrays(arrays, fields=list(kind))
 
 
 def staged_rows(staged: StagedInput, *, several: bool) -> AskedRows:

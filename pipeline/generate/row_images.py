@@ -186,7 +186,7 @@ def take_row_images(
     if prompts.kind == "openai":  # a body is read as a whole where prompts are made; here its images are counted
         counts = [str(row.get("body", "")).count(_IMAGE_KEY) // 2 for row in rows]
         return [[(None, None)] * count or None for count in counts]
-    found: dict[int, list[_Found]] = {}
+    found: dict[int, list[tuple[Any, str | None]]] = {}  # sources, and their addresses
     for index, row in enumerate(rows):
         given = row.pop(prompts.images_column, None) if prompts.images_column is not None else None
         if index in problems:
@@ -197,16 +197,24 @@ def take_row_images(
             found[index] = [_found(one, file, reading) for one in sources]
         except RequestError as error:
             problems[index] = RowProblem("BadPrompt", str(error))
-    flat = [(index, one) for index, some in found.items() for one in some]
+
+    def known_by(source: Any) -> tuple[str, str | None] | RequestError:
+        try:
+            return reading.identity(source)
+        except RequestError as error:
+            return error
+
+    flat = [(index, *one) for index, some in found.items() for one in some]
     staged: list[list[StagedImage] | None] = [None] * len(rows)
-    for (index, one), known in zip(flat, in_parallel(_identity(reading), [one for _, one in flat]), strict=True):
+    identities = in_parallel(known_by, [source for _, source, _ in flat])
+    for (index, _, address), known in zip(flat, identities, strict=True):
         state = None
         if isinstance(known, RequestError):
             problems.setdefault(index, RowProblem("BadPrompt", str(known)))
         else:
             identity, state = known
             rows[index].setdefault(images_key(prompts), []).append(identity)
-        staged[index] = [*(staged[index] or []), (one.address, state)]
+        staged[index] = [*(staged[index] or []), (address, state)]
     return staged
 
 
@@ -238,12 +246,6 @@ class _InRow:
     source: Any
 
 
-@dataclass(frozen=True)
-class _Found:
-    source: Any
-    address: str | None
-
-
 def row_sources(row: dict[str, Any], prompts: PromptSource, given: Sequence[Any]) -> list[Any]:
     """Return the sources of a row's images, `given` in its column among them, and leave places of them in its messages.
 
@@ -264,28 +266,19 @@ def row_sources(row: dict[str, Any], prompts: PromptSource, given: Sequence[Any]
     return sources
 
 
-def _found(source: Any, file: str, reading: ImageReading) -> _Found:
+def _found(source: Any, file: str, reading: ImageReading) -> tuple[Any, str | None]:
+    """Return a source that can be read where rows are staged, and its address where prompts are made."""
     in_row = isinstance(source, _InRow)
-    source = unwrapped(source.source if isinstance(source, _InRow) else source)
+    source = unwrapped(source.source if in_row else source)
     if isinstance(source, str):
         address = source if is_data(source) else full_address(source, file, reading.scheme)
-        return _Found(address, address)
+        return address, address
     if isinstance(source, bytes):
-        return _Found(source, None if in_row else f"data:;base64,{base64.b64encode(source).decode()}")
+        return source, None if in_row else f"data:;base64,{base64.b64encode(source).decode()}"
     stream = BytesIO()
     open_image(source, reading.limits).save(stream, "PNG")  # pixels, which are large as lists
     address = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
-    return _Found(address, address)
-
-
-def _identity(reading: ImageReading) -> Any:
-    def identity(found: _Found) -> tuple[str, str | None] | RequestError:
-        try:
-            return reading.identity(found.source)
-        except RequestError as error:
-            return error
-
-    return identity
+    return address, address
 
 
 def changed_images(staged: StagedInput, reading: ImageReading) -> str | None:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.parquet
 import ray
 
 from drafter.errors import one_line
@@ -394,8 +393,7 @@ def _say_what_chats_are(staged: StagedInput, column: str) -> None:
     index = staged.row_type.get_field_index(column)
     if index < 0 or not is_text(staged.row_type.field(index).type):
         return
-    path, filesystem = staged.file(staged.parts[0]).path, staged.folder.filesystem
-    asked = pa.parquet.read_table(path, columns=["asked"], filesystem=filesystem)["asked"].to_pylist()
+    asked = staged.file(staged.parts[0]).read_parquet(["asked"])["asked"].to_pylist()
     if any(isinstance(json.loads(row).get(column), list) for row in asked if row is not None):
         say(f"column {column!r} is kept as JSON text: no type holds its messages, as contents of both text and parts")
 

@@ -19,13 +19,13 @@ from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet
+from fsspec.utils import glob_translate
 from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError
 
 _WILDCARD = re.compile(r"[*?\[]")
-_TOKENS = re.compile(r"\*\*/|\*\*|\*|\?|\[!?\]?[^\]]*\]|.", flags=re.DOTALL)
 
 
 def split_query(uri: str) -> tuple[str, str]:
@@ -58,22 +58,8 @@ def pattern_base(pattern: str) -> str:
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """Translate a pattern to a regular expression (`glob.translate` does this from Python 3.13 on)."""
-    translated = ""
-    for token in _TOKENS.findall(pattern):
-        if token == "**/":
-            translated += "(?:.*/)?"
-        elif token == "**":
-            translated += ".*"
-        elif token == "*":
-            translated += "[^/]*"
-        elif token == "?":
-            translated += "[^/]"
-        elif len(token) > 1:
-            translated += "[" + token[1:-1].replace("\\", r"\\").replace("!", "^", token[1] == "!") + "]"
-        else:
-            translated += re.escape(token)
-    return re.compile(translated, flags=re.DOTALL)
+    """Translate a pattern to a regular expression; `ValueError` where `**` is not all between two slashes."""
+    return re.compile(glob_translate(pattern))
 
 
 _GOOGLE = ("gs://", "gcs://")

@@ -39,14 +39,9 @@ def read_prompts(rows: pa.Table) -> list[Prompt | None]:
     ids = rows["prompt_ids"].to_pylist()
     if "spans" not in rows.column_names:
         return [None if one is None else Prompt(one) for one in ids]
-    columns = zip(ids, rows["spans"].to_pylist(), rows["inputs"], strict=True)
-    return [
-        None if one is None else Prompt.of_images(one, _spans(spans), _inputs(inputs)) for one, spans, inputs in columns
-    ]
-
-
-def _spans(spans: Iterable[dict[str, Any]] | None) -> tuple[Span, ...]:
-    return tuple(Span(**span) for span in spans or ())
+    spans = [tuple(Span(**span) for span in some or ()) for some in rows["spans"].to_pylist()]
+    columns = zip(ids, spans, map(_inputs, rows["inputs"]), strict=True)
+    return [None if one is None else Prompt.of_images(one, places, inputs) for one, places, inputs in columns]
 
 
 def _inputs(inputs: pa.ListScalar) -> dict[str, np.ndarray[Any, Any]]:

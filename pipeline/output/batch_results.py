@@ -10,8 +10,6 @@ from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
-import pyarrow.parquet
-
 from drafter.errors import PromptTooLongError, RequestError
 from drafter.requests import Generation, SamplingParams
 from drafter.statistics import DecodeCounts
@@ -25,6 +23,7 @@ from pipeline.openai.errors import OpenAIError, not_finite, to_json
 from pipeline.openai.requests import ParsedRequest, refuse_images, refused
 from pipeline.output.columns import logprobs_of
 from pipeline.output.folder import OutputFolder
+from pipeline.output.summary import parquet_dataset, read_batches
 
 _ROWS = 256
 # Errors of the request itself, which OpenAI would have answered with status 400.
@@ -122,10 +121,8 @@ def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[tuple[Row,
 
 
 def _rows(folder: Location) -> Iterator[Row]:
-    for info in folder.parquets().values():
-        with folder.filesystem.open_input_file(info.path) as stream:
-            for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(_ROWS):
-                yield from batch.to_pylist()
+    for batch in read_batches(parquet_dataset(folder), None, _ROWS):
+        yield from batch.to_pylist()
 
 
 def _marked(row: Row, request: ParsedRequest, tokenizer: Callable[[], Any]) -> str | None:

@@ -76,7 +76,7 @@ def unify_types(output: OutputFolder) -> None:
     become one of JSON text if they are too many.
     """
     files = [output.data / f"{name}.parquet" for name in sorted(output.data.parquets())]
-    schemas = in_parallel(_schema, files)
+    schemas = in_parallel(lambda file: pa.parquet.read_schema(file.path, filesystem=file.filesystem), files)
     if len(set(schemas)) < 2:
         return
     if texts := too_many_program_columns(schemas):
@@ -97,11 +97,6 @@ def unify_types(output: OutputFolder) -> None:
             rows = conform_struct(columns, kind)
             aside = output.temporary / f"{uuid.uuid4().hex}.parquet"
             file.write_parquet(pa.Table.from_arrays(rows.flatten(), schema=schema), aside)
-
-
-def _schema(file: Location) -> pa.Schema:
-    with file.filesystem.open_input_file(file.path) as stream:
-        return pa.parquet.read_schema(stream)
 
 
 def error_table(rows: pa.Table) -> pa.Table:

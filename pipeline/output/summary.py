@@ -20,6 +20,7 @@ from drafter.statistics import (
     MemberView,
     RecordSums,
     StepSums,
+    Sums,
     draft_acceptance_rate,
     mean_acceptance_length,
     per_second,
@@ -72,7 +73,7 @@ def is_valid(valid: bool | None, finish_reason: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ValidSums:
+class ValidSums(Sums):
     """Rows, and new tokens, of finished rows that are valid, and of all others."""
 
     valid: int = 0
@@ -80,11 +81,8 @@ class ValidSums:
     valid_tokens: int = 0
     other_tokens: int = 0
 
-    def plus(self, other: ValidSums) -> ValidSums:
-        return ValidSums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
-
-@dataclass(frozen=True)
+@dataclass
 class OutputTotals:
     """Sums over an output; `errors` are rows that failed, and all others are of finished rows."""
 
@@ -94,19 +92,23 @@ class OutputTotals:
     records: RecordSums = field(default_factory=RecordSums)
     valid: ValidSums = field(default_factory=ValidSums)
 
+    def add(self, table: pa.Table) -> None:
+        """Add finished rows, with the columns of `COUNTS`, `finish_reason` and `record_columns`."""
+        self.rows += table.num_rows
+        self.counts = total([self.counts, counts_of(table)])
+        self.records = self.records.plus(records_of(table))
+        self.valid = self.valid.plus(valid_sums(table))
+
 
 def read_totals(output: OutputFolder) -> OutputTotals:
     """Sum over all committed parts."""
-    errors = count_rows(parquet_dataset(output.errors))
-    if not output.data.parquets():
-        return OutputTotals(errors=errors)
-    dataset = parquet_dataset(output.data)
-    columns = dict.fromkeys([*COUNTS, "acceptance_histogram", "finish_reason", *record_columns(dataset)])
-    rows, counts, records, valid = 0, DecodeCounts(), RecordSums(), ValidSums()
-    for table in read_tables(dataset, list(columns)):
-        rows, counts = rows + table.num_rows, total([counts, counts_of(table)])
-        records, valid = records.plus(records_of(table)), valid.plus(valid_sums(table))
-    return OutputTotals(rows, errors, counts, records, valid)
+    found = OutputTotals(errors=count_rows(parquet_dataset(output.errors)))
+    if output.data.parquets():
+        dataset = parquet_dataset(output.data)
+        columns = dict.fromkeys([*COUNTS, "acceptance_histogram", "finish_reason", *record_columns(dataset)])
+        for table in read_tables(dataset, list(columns)):
+            found.add(table)
+    return found
 
 
 def parquet_dataset(folder: Location) -> pyarrow.dataset.Dataset:

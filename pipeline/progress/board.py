@@ -14,6 +14,7 @@ from drafter.statistics import (
     BatchChoice,
     DecodeCounts,
     EngineState,
+    Sums,
     mean_acceptance_length,
     merged_choices,
     per_second,
@@ -23,16 +24,13 @@ BEAT_SECONDS = 2.0  # seconds between an engine's reports
 
 
 @dataclass(frozen=True)
-class PartReport:
+class PartReport(Sums):
     """Progress of a part."""
 
     rows: int = 0  # done, errors included
     errors: int = 0
     tokens: int = 0
     steps: int = 0  # decode steps that finished rows took part in
-
-    def plus(self, other: PartReport, sign: int = 1) -> PartReport:
-        return PartReport(**{name: value + sign * getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)

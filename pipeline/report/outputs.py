@@ -17,21 +17,18 @@ import pyarrow.dataset
 from pyarrow import fs
 
 from drafter.errors import one_line
-from drafter.statistics import DecodeCounts, RecordSums, total
+from drafter.statistics import DecodeCounts, total
 from pipeline.errors import InputError
 from pipeline.io.column_types import python_rows, python_values
 from pipeline.io.files import locate
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.output.summary import (
     COUNTS,
-    ValidSums,
-    counts_of,
+    OutputTotals,
     parquet_dataset,
     read_batches,
     read_tables,
     record_columns,
-    records_of,
-    valid_sums,
 )
 
 Row = dict[str, Any]
@@ -128,20 +125,16 @@ class Category:
 
 
 @dataclass
-class RowSummary:
-    """Totals over the finished rows.
+class RowSummary(OutputTotals):
+    """More totals over the finished rows.
 
     `drawn` has the names of randomly drawn rows, and the file of each. It depends on names alone, so outputs of the
     same input draw the same rows.
     """
 
-    rows: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of prompts, that were not read because other rows had left their state
     lenient_tokens: int = 0  # accepted ones that the target model would not have chosen
-    counts: DecodeCounts = field(default_factory=DecodeCounts)
-    records: RecordSums = field(default_factory=RecordSums)
-    valid: ValidSums = field(default_factory=ValidSums)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))  # by category, if any
     slowest: list[Row] = field(default_factory=list)  # some columns of the slowest rows, slowest first
@@ -178,14 +171,11 @@ def read_rows(
 
 
 def _add_counts(result: RowSummary, table: pa.Table) -> None:
-    result.rows += table.num_rows
+    result.add(table)
     result.prompt_tokens += pc.sum(table["num_prompt_tokens"]).as_py() or 0
     result.cached_tokens += pc.sum(table["num_cached_tokens"]).as_py() or 0
     if _LENIENT in table.column_names:
         result.lenient_tokens += pc.sum(table[_LENIENT]).as_py() or 0
-    result.counts = total([result.counts, counts_of(table)])
-    result.records = result.records.plus(records_of(table))
-    result.valid = result.valid.plus(valid_sums(table))
     result.finish_reasons.update(table["finish_reason"].to_pylist())
 
 

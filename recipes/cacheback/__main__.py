@@ -21,7 +21,7 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
-from drafter.methods.cacheback.frozen_table import NgramCounts, read_metadata, table_bytes
+from drafter.methods.cacheback.frozen_table import read_metadata, table_bytes
 from drafter.source_commit import source_commit
 from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.tokenizers import load_tokenizer, tokenise, vocabulary_digest
@@ -35,6 +35,7 @@ from pipeline.io.listing import InputListing, input_fingerprints, list_input, re
 from pipeline.io.reading import read_file
 from pipeline.output.folder import OutputFolder, versions
 from pipeline.report.outputs import read_run_of
+from recipes.cacheback.counting import NgramCounts
 
 _ROWS = 512  # rows that are tokenised together
 _NGRAMS = 1 << 22  # different n-grams that are counted at once; they take a few hundred MiB

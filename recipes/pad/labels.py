@@ -25,7 +25,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError, RequestError
 from drafter.evaluation.decoders import decode_all
-from drafter.methods.pad.method import BaseOfClassifier, PivotFeatures, published_layer, save_classifier
+from drafter.methods.pad.method import BaseOfClassifier, PivotFeatures, save_classifier
 from drafter.requests import Request, SamplingParams, hashed_seed, sample_seed
 from drafter.text.text_stream import read_output
 from drafter.text.tokenizers import load_tokenizer
@@ -46,6 +46,7 @@ from pipeline.settings import SAMPLING_COLUMN, ResourcesConfig
 from recipes.pad.training import RecordingVerifier, Rejection, is_pivot, roc_area, train_classifier
 
 _ROWS_AT_ONCE = 256
+_LAYERS_FROM_END = 8  # of the layer that is read, as published
 _SIDES = {"with": "rejected", "without": "chosen"}
 _SEEDS = 2**31
 _REQUEST_COLUMNS = {"request_id", "prompt_token_ids", "token_ids", "seed", PROMPT_IMAGES, SAMPLING_COLUMN, *LINE_FIELDS}
@@ -218,7 +219,7 @@ def rejected_tokens(
     Raises `LoadError` if a model cannot be loaded.
     """
     base, tokenizer = load_models(model, loading, threads)
-    layer = published_layer(base.num_layers)
+    layer = max(base.num_layers - _LAYERS_FROM_END, 0)
     named = BaseOfClassifier(base.name, base.fingerprint, layer)
     yield named, REJECTION_TYPE.empty_table()
     config = EngineConfig(**engine, max_queue=_ROWS_AT_ONCE)

@@ -15,11 +15,12 @@ from drafter.drafters.model_drafter import ModelDrafter
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import new_head
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.cacheback.frozen_table import FrozenTable, NgramCounts
+from drafter.methods.cacheback.frozen_table import FrozenTable
 from drafter.methods.draft_models.drafter import StackedDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.target_model.model import BaseModel
+from recipes.cacheback.counting import NgramCounts
 from tests.drafter.engine.test_not_finite import check_innocent_rows, device
 from tests.support.heads import COUNTS, make_head
 from tests.support.hybrids import hybrid_base

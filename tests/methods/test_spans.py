@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.cacheback.frozen_table import NgramCounts
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.prompt import Prompt, Span
 from drafter.requests import Request
 from drafter.statistics import StageTimes
 from drafter.tree.token_tree import PAD_TOKEN
+from recipes.cacheback.counting import NgramCounts
 from tests.support.trees import check_slice_contract
 
 

@@ -9,17 +9,13 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from drafter.devices import send
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loading, Loan
 from drafter.drafters.slots import SlotObjects
 from drafter.methods.cacheback.frozen_table import FrozenTable, Gram, Table, load_table
 from drafter.requests import Request
 from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
-from drafter.tree.token_tree import TokenTree, from_nodes
+from drafter.tree.paths import RowDrafts
+from drafter.tree.token_tree import TokenTree, from_rows
 
 
 class LruTable(Table):
@@ -116,10 +112,7 @@ class CachebackDrafter(Drafter):
             grow(self._asked(text), text.tail, ask.nodes, self.spec.max_depth)
             for text in self._texts.rows[: len(context.tokens)]
         ]
-        tokens, parents, depths, log_probs = (
-            send(torch.from_numpy(part), context.tokens.device) for part in side_by_side(grown)
-        )
-        return from_nodes(context.pending, tokens, parents, depths, log_probs, ask.nodes + 1)
+        return from_rows(context.pending, grown, ask.nodes + 1)
 
     def observe(self, committed: Committed) -> None:
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
@@ -144,27 +137,12 @@ class CachebackDrafter(Drafter):
                 self._ended_tokens -= len(self._ended.popleft().unread)
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """Candidate nodes of one row, parents before children; one entry per node. See `from_nodes`."""
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    def add(self, token: int, parent: int, depth: int, log_prob: float) -> int:
-        for values, value in zip(vars(self).values(), (token, parent, depth, log_prob), strict=True):
-            values.append(value)
-        return len(self.tokens) - 1
-
-
-def grow(tables: Sequence[Table], tail: Sequence[int], nodes: int, depth: int) -> Candidates:
+def grow(tables: Sequence[Table], tail: Sequence[int], nodes: int, depth: int) -> RowDrafts:
     """Expand path ends best first, until no other end could yield one of the best `nodes` nodes.
 
     `tables` are in lookup order, longest leaders first; `tail` ends the text; `depth` is the deepest level.
     """
-    found, children, followed = Candidates(), dict[tuple[int, int], int](), set[int]()
+    found, children, followed = RowDrafts(), dict[tuple[int, int], int](), set[int]()
     longest, order = max(table.leader_length for table in tables), itertools.count()
     # A heap of (−log-probability, tie-breaker, node, last tokens).
     ends = [(0.0, next(order), -1, tuple(tail[-longest:]))]
@@ -204,19 +182,6 @@ def _followers(tables: Sequence[Table], tail: Gram) -> dict[Gram, int]:
         for follower in table.followers(tail[-table.leader_length :]):
             found.setdefault(follower, table.leader_length)
     return found
-
-
-def side_by_side(rows: Sequence[Candidates]) -> tuple[npt.NDArray[np.generic], ...]:
-    """Pad B rows to arrays `[B, M]` of tokens, parents, depths and log-probabilities (-inf in padding)."""
-    width = max(1, *(len(row.tokens) for row in rows))
-    arrays: tuple[npt.NDArray[np.generic], ...] = (
-        *np.zeros((3, len(rows), width), np.int64),
-        np.full((len(rows), width), -np.inf, np.float32),
-    )
-    for place, row in enumerate(rows):
-        for array, values in zip(arrays, vars(row).values(), strict=True):
-            array[place, : len(values)] = values
-    return arrays
 
 
 def _tables(leaders: int) -> list[LruTable]:

@@ -18,7 +18,7 @@ from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.prompt_lookup import FADING, lookup
 from drafter.errors import LoadError, RequestError
 from drafter.requests import SamplingParams
-from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
+from drafter.tree.token_tree import PAD_TOKEN, TokenTree, followed, from_paths
 
 
 class FlyVerifier(Verifier):
@@ -110,17 +110,9 @@ def likeliest_path(tree: TokenTree, length: int) -> tuple[Tensor, Tensor]:
 
     Past its end there are `PAD_TOKEN` and -inf.
     """
-    following = tree.first_children()
-    node = torch.zeros_like(tree.tokens[:, :1])
-    alive = torch.ones_like(node, dtype=torch.bool)
-    tokens, log_probs = [], []
-    for _ in range(length):
-        child = following.gather(1, node)
-        alive = alive & (child < tree.size)
-        node = torch.where(alive, child, node)
-        tokens.append(torch.where(alive, tree.tokens.gather(1, node), PAD_TOKEN))
-        log_probs.append(torch.where(alive, tree.log_probs.gather(1, node), -torch.inf))
-    return torch.cat(tokens, 1), torch.cat(log_probs, 1)
+    path = followed(tree.first_children(), length)[:, 1:]
+    tree = tree.padded(tree.size + 1)  # past the end of a path stands a padding node
+    return tree.tokens.gather(1, path), tree.log_probs.gather(1, path)
 
 
 def extended(text: Tensor, lengths: Tensor, chain: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:

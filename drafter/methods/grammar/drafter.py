@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loading
-from drafter.tree.token_tree import TokenTree, root_only
+from drafter.drafters.contract import Loading, PlainDecoding
 
 
-class ForcedDrafter(Drafter):
-    def __init__(self, nodes: int) -> None:
-        self.spec = DraftSpec(nodes, nodes)
-
-    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        return root_only(context.pending)
-
-
-def forced(loading: Loading) -> ForcedDrafter:
-    return ForcedDrafter(loading.nodes)
+def forced(loading: Loading) -> PlainDecoding:
+    return PlainDecoding(loading.nodes)

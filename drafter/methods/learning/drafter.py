@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from drafter import devices
 from drafter.devices import in_passing_thread
@@ -25,7 +24,7 @@ from drafter.heads.contract import DraftHead, Provenance
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import SHIPPED_OR_NEW, StartingHead
 from drafter.target_model.model import BaseModel
-from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
+from drafter.tree.token_tree import TokenTree, root_only
 
 # label_context 1 learns about as fast and drafts better, and its search is native on a CPU.
 _SETTINGS: dict[str, dict[str, Any]] = {"ctc": {"label_context": 1}}
@@ -217,13 +216,9 @@ def changing_head(drafter: Drafter) -> ChangingHead:
 
 def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
     """Return `tree` where `gate`, a bool scalar on the device, is true, else roots alone; without a device sync."""
-    root = root_only(tree.tokens[:, 0])
-    closed = {"tokens": PAD_TOKEN, "parents": 0, "depths": 1, "log_probs": -torch.inf}
-    parts = (
-        torch.where(gate, drafted, F.pad(getattr(root, name), (0, tree.size - 1), value=closed[name]))
-        for name, drafted in vars(tree).items()
-    )
-    return TokenTree(*parts)
+    closed = root_only(tree.tokens[:, 0]).padded(tree.size)
+    parts = zip(vars(tree).values(), vars(closed).values(), strict=True)
+    return TokenTree(*(torch.where(gate, drafted, padding) for drafted, padding in parts))
 
 
 def found_start(start: StartingHead, base: BaseModel) -> StartingHead:

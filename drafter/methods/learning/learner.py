@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drafter.errors import LoadError, TrainingError, first_line
 from drafter.heads.checkpoint import save_head
+from drafter.heads.config import write_whole
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch
 from drafter.methods.learning.drafter import LEARNT, load_start, load_weights, version_of, weights_of
@@ -209,10 +210,8 @@ class Learner:
         tensors = self._training.tensors() | {f"good/{name}": tensor for name, tensor in self._good.items()}
         file = Path(folder) / STATE_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{STATE_FILE}.tmp")
         own = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-        save_file(own, temporary, metadata={_FACTS: json.dumps(facts)})
-        temporary.replace(file)
+        write_whole(file, lambda new: save_file(own, new, metadata={_FACTS: json.dumps(facts)}))
 
     @classmethod
     def resume(

@@ -24,10 +24,10 @@ from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verifier
 from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
 from drafter.errors import LoadError, first_line
+from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE, write_whole
 from drafter.target_model.model import BaseModel
 
 _HIDDEN, _SCALARS, _JOINED = 64, 8, 128
-_LAYERS_FROM_END = 8
 _PIVOT = 1
 _LEAST_DEVIATION = 1e-6
 
@@ -81,12 +81,6 @@ class PivotClassifier(nn.Module):
         return self.forward(features).log_softmax(-1)[..., _PIVOT]
 
 
-def published_layer(num_layers: int) -> int:
-    """Return the layer to read: the eighth from the end, or the first of a model with fewer."""
-    return max(num_layers - _LAYERS_FROM_END, 0)
-
-
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _FORMAT, _KIND = 1, "pad"
 
 
@@ -115,9 +109,8 @@ def save_classifier(
         "layer": base.layer,
         "training": dict(training),
     }
-    partial = folder / f"{CONFIG_FILE}.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / CONFIG_FILE)
+    text = json.dumps(config, indent=2) + "\n"
+    write_whole(folder / CONFIG_FILE, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def load_classifier(name: str | Path) -> tuple[PivotClassifier, BaseOfClassifier]:

@@ -11,11 +11,11 @@ from drafter.drafters.contract import Ask, Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
-from drafter.parts.contract import RowDrafts
 from drafter.parts.steering import steered
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from drafter.target_model.model import BaseModel
+from drafter.tree.paths import RowDrafts
 from drafter.tree.token_tree import TokenTree
 from tests.support.guides import RuleGuides
 from tests.support.models import (

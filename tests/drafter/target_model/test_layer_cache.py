@@ -10,13 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
 from drafter.drafters.contract import Drafter, DraftSpec
 from drafter.engine.config import EngineConfig
 from drafter.engine.memory import plan_memory, slot_length
 from drafter.requests import Request, SamplingParams
-from drafter.target_model.cache import Blocks, CacheBytes, LayerCache, TargetCache
+from drafter.target_model.cache import Blocks, CacheBytes, LayerCache, LayerView, TargetCache
 from drafter.target_model.cache_factory import CacheFactory
 from drafter.target_model.kv_cache import cache_name
 from drafter.target_model.model import BaseModel
@@ -39,7 +38,7 @@ LAYERS, WIDTH = 3, 32
 SUMS = LAYERS  # number of the layer beside the model's own
 
 
-class SumView(CacheLayerMixin):
+class SumView(LayerView):
     """Turns inputs `[b, n, d]`, or packed `[1, M, d]`, into running sums."""
 
     def __init__(self, sums: RunningSums, nodes: Nodes) -> None:
@@ -51,19 +50,6 @@ class SumView(CacheLayerMixin):
         if packing is None:
             return self.sums.run(self.nodes, inputs)
         return packing.pack(self.sums.run(self.nodes, packing.unpack(inputs)))
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return 0, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return 0
-
-    get_max_cache_shape = get_max_length
 
 
 class RunningSums(LayerCache):
@@ -81,7 +67,7 @@ class RunningSums(LayerCache):
         size = WIDTH * self.sums.itemsize
         return CacheBytes(slot=2 * size, node=size)
 
-    def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
+    def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, LayerView]:
         return {SUMS: SumView(self, nodes)}
 
     def run(self, nodes: Nodes, inputs: Tensor) -> Tensor:

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from drafter.drafters.contract import Ask, Committed, DraftContext, Loan
 from drafter.methods.cacheback import drafter as cacheback
-from drafter.methods.cacheback.drafter import CachebackDrafter, LruTable, grow, side_by_side
-from drafter.methods.cacheback.frozen_table import NgramCounts, Table
+from drafter.methods.cacheback.drafter import CachebackDrafter, LruTable, grow
+from drafter.methods.cacheback.frozen_table import Table
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
-from drafter.tree.token_tree import TokenTree, from_nodes
+from drafter.tree.token_tree import TokenTree, from_rows
+from recipes.cacheback.counting import NgramCounts
 from tests.support.models import run_engine
 from tests.support.slots import enter, move
 from tests.support.trees import check_slice_contract
@@ -31,9 +32,7 @@ def table_of(*texts: list[int]) -> LruTable:
 
 
 def tree_of(tables: Sequence[Table], tail: list[int], nodes: int, depth: int) -> TokenTree:
-    parts = [torch.from_numpy(part) for part in side_by_side([grow(tables, tail, nodes, depth)])]
-    tokens, parents, depths, log_probs = parts
-    return from_nodes(torch.tensor(tail[-1:]), tokens, parents, depths, log_probs, nodes + 1)
+    return from_rows(torch.tensor(tail[-1:]), [grow(tables, tail, nodes, depth)], nodes + 1)
 
 
 def proposed(drafter: CachebackDrafter, text: list[int], nodes: int) -> TokenTree:

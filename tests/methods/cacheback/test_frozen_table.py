@@ -12,16 +12,11 @@ from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.cacheback.frozen_table import (
-    FrozenTable,
-    NgramCounts,
-    load_table,
-    read_metadata,
-    table_bytes,
-)
+from drafter.methods.cacheback.frozen_table import FrozenTable, load_table, read_metadata, table_bytes
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
+from recipes.cacheback.counting import NgramCounts
 from tests.support.models import run_engine
 
 VOCABULARY = "0123456789abcdef"

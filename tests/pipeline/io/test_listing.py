@@ -44,6 +44,13 @@ def test_a_folder_a_pattern_and_a_uri(tmp_path: Path) -> None:
     assert [row["prompt"] for row in rows] == everything
 
 
+def test_two_stars_stand_for_whole_folders(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"a\*\*.jsonl cannot be listed: .*'\*\*' can only be an entire path component"
+    ):
+        list_input(f"{tmp_path}/a**.jsonl")
+
+
 def test_a_file_whose_name_looks_like_a_pattern_is_a_file(tmp_path: Path) -> None:
     path = write_input(tmp_path / "a[1].jsonl", [{"prompt": "x"}])
     assert [file.name for file in list_input(str(path)).files] == ["a[1].jsonl"]

@@ -71,16 +71,11 @@ PAYS_NOT = StepSums(
 """Steps at 4 rows, of which most speculate, and at 16, where drafting was only tried."""
 
 
-def view(name: str, beside: str | None = None, relative: float = 0.0) -> MemberView:
-    """A member, of which more is believed by now than when it was compared."""
-    return MemberView(name, 66.0, 7, 66.0, beside, relative)
-
-
 AT_4 = BatchChoice(
     4,
     "memory",
     3,
-    (view("memory"), view("head", "memory", 0.48), view("cacheback", "memory", 1.004)),
+    (MemberView("memory"), MemberView("head", "memory", 0.48), MemberView("cacheback", "memory", 1.004)),
     Verdict(7, 0.08, 0.31),
     PAYS,
 )
@@ -88,7 +83,7 @@ AT_16 = BatchChoice(
     16,
     "memory",
     3,
-    (view("memory"), view("head", PLAIN, 0.4), view("cacheback", PLAIN, 0.9)),
+    (MemberView("memory"), MemberView("head", PLAIN, 0.4), MemberView("cacheback", PLAIN, 0.9)),
     Verdict(3, 0.31, 0.22),
     PAYS_NOT,
 )
@@ -137,7 +132,7 @@ def test_what_is_not_known_of_drafting_is_not_said() -> None:
         "with what finding out took: 9 steps, of which 100% speculated, were 0.75 times as fast as plain decoding."
     )
     # A head that is the best of its kind and does not pay is named, too.
-    plainly = BatchChoice(1, "head", 1, (view("head"),), Verdict(3, 0.3, 0.1), few)
+    plainly = BatchChoice(1, "head", 1, (MemberView("head"),), Verdict(3, 0.3, 0.1), few)
     assert speculation_sentences([plainly])[-1] == "Not chosen in the end: the draft head (plain decoding is faster)."
 
 

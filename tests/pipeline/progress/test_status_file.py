@@ -39,7 +39,7 @@ def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None
                 4,
                 "memory",
                 3,
-                (MemberView("memory", 30.5, 7, 30.5), MemberView("ngram", 20.0, 0, 14.0, "memory", 0.6)),
+                (MemberView("memory"), MemberView("ngram", "memory", 0.6)),
                 Verdict(7, 0.1, 0.3),
                 StepSums(steps=9, timed=9, row_steps=36, spec_row_steps=30, seconds=2.0, plain_seconds=3.0),
             ),

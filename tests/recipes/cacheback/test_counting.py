@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.methods.cacheback.frozen_table import NgramCounts
+from recipes.cacheback.counting import NgramCounts
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=6)
 
