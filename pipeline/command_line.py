@@ -390,6 +390,12 @@ def _readable(message: str, parser: JobParser) -> str:
     message = _of_group(one_line(message, _LONGEST_MESSAGE))
     if (unknown := _unknown_option(message, parser)) is not None:
         return unknown
+    if found := re.search("the following arguments are required: (.*)", message):
+        settings = parser.settings()
+        needed = [(settings[one].option_strings or [one])[0] for one in found[1].split(", ")]
+        return f"{' and '.join(needed)} {'is' if len(needed) == 1 else 'are'} missing: --help shows how"
+    if found := re.search(r'Parser key "config": (File does not exist|Path is not a file): (.*)', message):
+        return f"config {found[2]} {'does not exist' if 'exist' in found[1] else 'is not a file'}"
     key = re.search(r'Parser key "([^"]+)":', message)
     if key and "Unable to load config" in message:
         return f"{key[1]} must be a group of settings, such as {{name: …}}"
