@@ -29,6 +29,7 @@ Config = TypeVar("Config")
 _SETTINGS = """\
 Settings come from --config (YAML), then from the command line, which wins. --print_config shows them."""
 _MOST_COLUMNS, _OPTION_COLUMNS = 110, 34
+_TEXTS = tuple[str, ...]  # settings of texts
 _LONGEST_MESSAGE = 10_000  # of jsonargparse
 _ALIKE = 0.7  # similarity (see `difflib`) from which an unknown name counts as a misspelling of a known one
 
@@ -195,6 +196,9 @@ def make_parser(config_class: type, job: str, required: str, description: str, c
     parser = new_parser(job, f"{required} [--config FILE] [settings]".strip(), f"{description}\n\n{_SETTINGS}", common)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings.")
     parser.add_class_arguments(config_class)
+    for action in parser.settings().values():
+        if _kind_of(action) == _TEXTS:
+            action.__dict__["_typehint"] = _TEXTS | str  # one will do, as in Python
     return parser
 
 

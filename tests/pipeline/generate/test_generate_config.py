@@ -31,6 +31,7 @@ def test_a_printed_configuration_is_a_configuration(tmp_path: Path) -> None:
         ["--input", "a", "--output", "b", "--sampling.stop", '["x", "1"]', "--engine.num_draft_tokens", "5"]
     )
     assert config.sampling.stop == ("x", "1")
+    assert parse_config(["--input", "a", "--output", "b", "--sampling.stop", "1"]).sampling.stop == ("1",)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(config.as_dict()))
     assert parse_config(["--config", str(file)]) == config
