@@ -414,6 +414,7 @@ def _readable(message: str, parser: JobParser) -> str:
             "int": "an integer",
             "float": "a finite number",
             "bool": "true or false",
+            "list": "a list",
             "tuple": "a list",
             "dict": "an object",
         }
