@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -65,7 +66,9 @@ def _instance(kind: Any, value: Any, others: bool, path: tuple[str, ...]) -> Any
         raise _wrong(dict, value, path)
     hints, known = get_type_hints(kind), {one.name: one for one in fields(kind) if one.init}
     for key in value.keys() - known.keys() if not others else ():
-        raise FieldError((*path, key), f"unknown configuration key {key!r}; made by a later release?")
+        close = get_close_matches(str(key), known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"made by a later release? There are {', '.join(known)}"
+        raise FieldError((*path, key), f"unknown configuration key {key!r}; {hint}")
     made = {}
     for name, one in known.items():
         if name in value:

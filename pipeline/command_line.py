@@ -29,6 +29,7 @@ Config = TypeVar("Config")
 _SETTINGS = """\
 Settings come from --config (YAML), then from the command line, which wins. --print_config shows them."""
 _MOST_COLUMNS, _OPTION_COLUMNS = 110, 34
+_TEXTS = tuple[str, ...]  # settings of texts
 _LONGEST_MESSAGE = 10_000  # of jsonargparse
 _ALIKE = 0.7  # similarity (see `difflib`) from which an unknown name counts as a misspelling of a known one
 
@@ -195,6 +196,9 @@ def make_parser(config_class: type, job: str, required: str, description: str, c
     parser = new_parser(job, f"{required} [--config FILE] [settings]".strip(), f"{description}\n\n{_SETTINGS}", common)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings.")
     parser.add_class_arguments(config_class)
+    for action in parser.settings().values():
+        if _kind_of(action) == _TEXTS:
+            action.__dict__["_typehint"] = _TEXTS | str  # one will do, as in Python
     return parser
 
 
@@ -390,6 +394,12 @@ def _readable(message: str, parser: JobParser) -> str:
     message = _of_group(one_line(message, _LONGEST_MESSAGE))
     if (unknown := _unknown_option(message, parser)) is not None:
         return unknown
+    if found := re.search("the following arguments are required: (.*)", message):
+        settings = parser.settings()
+        needed = [(settings[one].option_strings or [one])[0] for one in found[1].split(", ")]
+        return f"{' and '.join(needed)} {'is' if len(needed) == 1 else 'are'} missing: --help shows how"
+    if found := re.search(r'Parser key "config": (File does not exist|Path is not a file): (.*)', message):
+        return f"config {found[2]} {'does not exist' if 'exist' in found[1] else 'is not a file'}"
     key = re.search(r'Parser key "([^"]+)":', message)
     if key and "Unable to load config" in message:
         return f"{key[1]} must be a group of settings, such as {{name: …}}"
@@ -404,6 +414,7 @@ def _readable(message: str, parser: JobParser) -> str:
             "int": "an integer",
             "float": "a finite number",
             "bool": "true or false",
+            "list": "a list",
             "tuple": "a list",
             "dict": "an object",
         }

@@ -87,7 +87,7 @@ def _question(file: str | Path, number: int, line: str) -> Question:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise QuestionError(f"{where}: not JSON: {error}") from error
+        raise QuestionError(f"{where}: not JSON: give a file of JSON lines ({error})") from error
     found = next((key for key in _KEYS if isinstance(row, dict) and key in row), None)
     if found is None:
         raise QuestionError(f"{where}: it must be an object with one of {', '.join(_KEYS)}")

@@ -90,7 +90,7 @@ def _check_message(message: Any, name: str) -> None:
         raise RequestError(f"{name} must be an object with role and content, not {shown(message)}")
     role, content = message.get("role"), message.get("content")
     if role is None:
-        raise RequestError(f"{name} has no role")
+        raise RequestError(f"{name} has no role, but {shown([*message])}: a message is {{role, content}}")
     # Templates put roles into the names of special tokens.
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise RequestError(f"{name} has the role {shown(role)}: a role is one word")

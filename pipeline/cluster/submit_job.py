@@ -127,7 +127,8 @@ def submit(submission: tuple[SubmitConfig, str]) -> None:
 
 
 def _connect(address: str | None) -> Any:
-    from ray.job_submission import JobSubmissionClient  # Ray takes seconds to import
+    from ray.exceptions import RayError  # Ray takes seconds to import
+    from ray.job_submission import JobSubmissionClient
 
     for name in ("dashboard_sdk", "job.sdk"):
         logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.ERROR)
@@ -135,7 +136,7 @@ def _connect(address: str | None) -> Any:
         os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray would prefer what is there to what it is given
     try:
         return JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:  # such as a job's own Ray, for its token
         where = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "http://127.0.0.1:8265"
         raise NoClusterError(
             f"no cluster takes jobs at {where}: start one here by `ray start --head`, or give the address of another's "

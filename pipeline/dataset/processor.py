@@ -95,6 +95,11 @@ class ProcessorConfig:
         self.image_settings()
         if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise InputError(f"batch_size must be an integer of at least 1, not {self.batch_size!r}")
+        counts = self.engines
+        whole = len(counts) == 2 and all(isinstance(one, int) and not isinstance(one, bool) for one in counts)
+        if not whole or not 1 <= counts[0] <= counts[1]:
+            wanted = "a number of engines of at least 1, or the fewest and the most of them as a tuple"
+            raise InputError(f"concurrency must be {wanted}, not {self.concurrency!r}")
 
     @property
     def engines(self) -> tuple[int, int]:

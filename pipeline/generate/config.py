@@ -39,9 +39,9 @@ class GenerateConfig:
             `hf://datasets/owner/name`.
         output: Folder or URI for the results: a new or empty one, or that of an earlier submission of the same job.
         model: Target model: hub id, folder, URI of one, or GGUF file; by default the embedded demonstration model.
-        drafter: Drafter: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of a corpus, `exit:N`,
-            a draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft model's, several of these
-            joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.
+        drafter: Drafter: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of a corpus, `forced`,
+            `exit:N`, a draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft model's, several
+            of these joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.
         verifier: Verifier of draft tokens; by default the output is that of plain decoding.
         learning: A draft head that learns from the rows while the job runs.
         reading: Conversion of rows to prompts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -325,8 +325,10 @@ def _stream_or_end(job: Job, work: Work, board: Any, ledger: Any, learner: str |
             raise
     gc.collect()  # Ray Data leaves the engines of a stage that has raised an error to the garbage collector
     say(f"{job.config.stop_after_valid} rows are valid, as many as are wanted: others are left out")
-    columns = _columns_of(job, work.staged.row_type)
-    return keep_finished(job, work.staged, ray.get(ledger.save.remote()), columns)
+    columns, saved = _columns_of(job, work.staged.row_type), ray.get(ledger.save.remote())
+    for part, done in _done_by_part(saved).items():  # the engines ended before they could report their last rows
+        ray.get(board.put.remote("part", done, part))
+    return keep_finished(job, work.staged, saved, columns)
 
 
 def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) -> None:
@@ -407,20 +409,25 @@ def _note_facts(job: Job, now: Progress) -> None:
 
 def _tally(job: Job, work: Work, unfinished: Sequence[SavedRow]) -> Tally:
     # Rows that are done: those of committed parts, and by part those that engines will report again.
-    kept: dict[str, PartReport] = {}
-    for row in unfinished:
-        done = PartReport()
-        if row.generated is not None:
-            done = PartReport(1, 0, row.generated["num_output_tokens"], row.generated["num_decode_steps"])
-        elif row.problem is not None:
-            done = PartReport(1, 1)
-        kept[row.part] = kept.get(row.part, PartReport()).plus(done)
+    kept = _done_by_part(unfinished)
     rows = work.staged.rows - work.rows + sum(part.rows for part in kept.values())
     uncommitted, errors = {part.name for part in work.missing}, sum(part.errors for part in kept.values())
     files = [info.path for name, info in job.output.errors.parquets().items() if name not in uncommitted]
     if files:
         errors += count_rows(pyarrow.dataset.dataset(files, filesystem=job.output.root.filesystem, format="parquet"))
     return Tally(work.staged.rows, rows, errors, kept)
+
+
+def _done_by_part(rows: Iterable[SavedRow]) -> dict[str, PartReport]:
+    found: dict[str, PartReport] = {}
+    for row in rows:
+        done = PartReport()
+        if row.generated is not None:
+            done = PartReport(1, 0, row.generated["num_output_tokens"], row.generated["num_decode_steps"])
+        elif row.problem is not None:
+            done = PartReport(1, 1)
+        found[row.part] = found.get(row.part, PartReport()).plus(done)
+    return found
 
 
 def _drain(ledger: Any, seconds: float) -> None:

@@ -394,6 +394,8 @@ def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig, pr
     else:
         source = PromptSource(config.prompt_column or "prompt", "text", ids, own, found, config.images_column)
     setting = "prompt_column" if messages is None else "messages_column"
+    if messages is None and config.prompt_column is None:
+        setting += ", or for chats reading.messages_column"
     names = ((source.column, setting), (source.id_column, "id_column"), (source.images_column, "images_column"))
     for column, name in names:
         if column and column not in schema.names:

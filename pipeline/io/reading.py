@@ -326,14 +326,15 @@ def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tupl
 
 def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None) -> dict[str, Any]:
     text = _decode(line).strip()
+    how = "write one object a line" + (", as `jq -c '.[]'` does for a list" if text.startswith("[") else "")
     try:
         record = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"the line is not JSON (one object a line): {error}") from error
+        raise ValueError(f"the line is not JSON ({how}): {error}") from error
     except RecursionError as error:
         raise ValueError(f"the line is nested too deeply: more than {_DEEPEST} levels") from error
     if not isinstance(record, dict):
-        raise ValueError("the line is not a JSON object: write one object a line")
+        raise ValueError(f"the line is not a JSON object: {how}")
     refuse_deep(record, text, "the line")
     refuse_escaped_halves(record, text, "the line")
     if text_column is not None and not isinstance(record.get(text_column), str | None):

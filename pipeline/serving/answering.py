@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,7 @@ class Answering:
         parsed, speculation = await self._large_work.run(turns, understand) if large else understand()
         model = self._engines.called(parsed.model)
         if model is None:
-            raise no_model(parsed.model)
+            raise no_model(parsed.model, self._engines.names)
         if parsed.choices > self._limits.choices:
             message = f"At most {self._limits.choices} choices a request are allowed."
             raise OpenAIError(400, message, "n", "invalid_value")
@@ -72,8 +72,9 @@ class Answering:
             return error.status, to_json(error.body())
 
 
-def no_model(name: str) -> OpenAIError:
-    return OpenAIError(404, f"The model '{name[:100]}' does not exist.", "model", "model_not_found")
+def no_model(name: str, known: Sequence[str]) -> OpenAIError:
+    message = f"The model '{name[:100]}' does not exist: this endpoint has {' and '.join(known)}."
+    return OpenAIError(404, message, "model", "model_not_found")
 
 
 def too_large(limit: int) -> OpenAIError:

@@ -50,7 +50,10 @@ from pipeline.serving.handles import (
 from pipeline.serving.keys import Agreement, read_agreement, read_keys
 from pipeline.serving.request_checks import LoopbackHosts, read_body
 
-_MESSAGES = {404: "There is nothing at this address.", 405: "This address does not take this method."}
+_MESSAGES = {
+    404: "There is nothing at this address: OpenAI's API is at /v1, and a client's base URL ends with it.",
+    405: "This address does not take this method.",
+}
 _PAGE_HEADERS = {  # a browser may run the page's own script and style and ask this server only; none can frame it
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -333,7 +336,7 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
         """Describe one model."""
         name = engines.called(model)
         if name is None:
-            raise no_model(model)
+            raise no_model(model, engines.names)
         return JSONResponse(described(name))
 
 

@@ -137,9 +137,9 @@ class ApplicationConfig:
 
     Args:
         model: Target model: hub id, folder or GGUF file; by default the embedded demonstration model.
-        drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub
-            id, `ctc` (the embedded head), `model:` and a draft model's, several joined by `+`, `long:N:DRAFTER`,
-            `stack:LOWER>model:A`, or `auto`.
+        drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of a corpus,
+            `forced`, `exit:N`, a draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft
+            model's, several joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.
         isolation: Draft no request from another one's text, as `memory` and `cacheback` would. Response times would
             leak it to clients who send many requests. Without isolation all clients must trust each other. Prefixes are
             shared within one key in either case.

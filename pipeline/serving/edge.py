@@ -15,6 +15,7 @@ from websockets.exceptions import WebSocketException
 
 from drafter.edge.messages import FROM_DEVICE, LONGEST_DRAFT, Draft, Error, MessageError, Open, read, write
 from pipeline.openai.errors import OpenAIError
+from pipeline.serving.answering import no_model
 from pipeline.serving.config import EdgeConfig, LimitsConfig
 from pipeline.serving.handles import Answer, Device, Engines
 from pipeline.serving.work_limits import LargeWork
@@ -89,7 +90,7 @@ class EdgeRoute:
         wanted = opening.request.get("model")
         model = self._engines.names[0] if wanted is None else self._engines.called(str(wanted))
         if model is None:
-            raise OpenAIError(404, f"The model '{str(wanted)[:100]}' does not exist.", code="model_not_found")
+            raise no_model(str(wanted), self._engines.names)
         self._coming[client] += 1
         try:
             answer = await self._engines.host(model, Device(client, may_teach))

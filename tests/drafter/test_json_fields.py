@@ -50,7 +50,8 @@ def test_values_become_what_the_fields_say() -> None:
         ({"inner": {"sizes": [1, 2.0]}}, ("inner", "sizes"), "'sizes' cannot be 2.0: it must be a valid integer"),
         ({"inner": {"sizes": 1}}, ("inner", "sizes"), "'sizes' cannot be 1: it must be a list"),
         ({"inner": {}}, ("inner", "sizes"), "key 'sizes' is missing"),
-        ({"many": {"b": {"sizes": [], "size": 1}}}, ("many", "b", "size"), "unknown configuration key 'size'"),
+        ({"many": {"b": {"sizes": [], "size": 1}}}, ("many", "b", "size"), "key 'size'; did you mean sizes?"),
+        ({"mood": 1}, ("mood",), "unknown configuration key 'mood'; made by a later release? There are name, "),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], path: tuple[str, ...], words: str) -> None:

@@ -47,7 +47,7 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (b"\n \n", "is empty"),
-        (b'{"turns": ["a"]}\n{"turns"', "line 2: not JSON"),
+        (b'{"turns": ["a"]}\n{"turns"', "line 2: not JSON: give a file of JSON lines"),
         (b'{"text": "a"}', "line 1: it must be an object with one of turns, prompt, messages, question"),
         (b"[1]", "line 1: it must be an object"),
         (b'{"turns": []}', "line 1: its turns must hold texts"),

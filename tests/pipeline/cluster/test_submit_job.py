@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
+from ray.exceptions import AuthenticationError
 from ray.runtime_env import RuntimeEnv
 
 from drafter.source_commit import ROOT, for_a_copy
@@ -162,6 +164,16 @@ def test_without_a_cluster_it_says_how_to_start_one(
     assert main(["--address", "http://127.0.0.1:9", "--working_dir", str(tmp_path), "--", "python"]) == 1
     told = "error: no cluster takes jobs at http://127.0.0.1:9: start one here by `ray start --head`, or give"
     assert capsys.readouterr().err.startswith(told)
+
+
+def test_the_ray_of_a_job_on_this_machine_takes_no_jobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Ray finds it by itself, and it asks for a token that nobody else has."""
+    told = AuthenticationError("a token is missing")
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Mock(side_effect=told))
+    assert main(["--working_dir", str(tmp_path), "--", "python"]) == 1
+    assert "error: no cluster takes jobs at " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

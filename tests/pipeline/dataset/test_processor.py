@@ -348,6 +348,9 @@ def test_a_schema_of_a_table_is_text() -> None:
             "sampling_params: unknown setting tools: it is an argument of chat",
         ),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
+        ({"concurrency": 0}, "concurrency must be a number of engines of at least 1, or .* as a tuple, not 0"),
+        ({"concurrency": (4, 1)}, r"concurrency must be .*, not \(4, 1\)"),
+        ({"concurrency": "2"}, "concurrency must be .*, not '2'"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(settings: dict[str, Any], message: str) -> None:

@@ -31,6 +31,7 @@ def test_a_printed_configuration_is_a_configuration(tmp_path: Path) -> None:
         ["--input", "a", "--output", "b", "--sampling.stop", '["x", "1"]', "--engine.num_draft_tokens", "5"]
     )
     assert config.sampling.stop == ("x", "1")
+    assert parse_config(["--input", "a", "--output", "b", "--sampling.stop", "1"]).sampling.stop == ("1",)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(config.as_dict()))
     assert parse_config(["--config", str(file)]) == config
@@ -74,7 +75,9 @@ def test_the_demo_configurations_are_valid(file: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("--input a", "output"),
+        ("--input a", "--output is missing: --help shows how"),
+        ("", "--input and --output are missing: --help shows how"),
+        ("--config .", "is not a file"),
         ("--input= --output b", "input is empty"),
         ("--input a --output b --weather red", "unknown option --weather: --help lists them"),
         ("--input a --output b --max_num_seq 4", "unknown option --max_num_seq: did you mean --engine.max_num_seqs?"),
@@ -109,7 +112,7 @@ def test_the_demo_configurations_are_valid(file: str) -> None:
         ("--input a --output b --writing.rows_per_file 0", "writing.rows_per_file must be at least 1, not 0"),
         ("--input a --output b --loading.dtype int8", "loading.dtype must be one of auto, float32, bfloat16, float16"),
         ("--input a --output b --verifier.settings low", "verifier.settings must be an object, not low"),
-        ("--config nowhere.yaml", "nowhere.yaml"),
+        ("--config nowhere.yaml", "nowhere.yaml' does not exist"),
     ],
 )
 def test_bad_settings_are_named(settings: str, message: str) -> None:

@@ -97,6 +97,8 @@ def test_as_many_valid_rows_as_are_asked_for(run: Run, tmp_path: Path) -> None:
     assert result["tokens"]["valid"] == sum(row["num_output_tokens"] for row in first if row["valid"])
     assert result["tokens"]["invalid"] == sum(row["num_output_tokens"] for row in first if not row["valid"])
     assert result["valid_tokens_per_second"] > 0
+    (submission,) = json.loads((done.folder / "status.json").read_text())["submissions"]
+    assert submission["tokens"] == sum(row["num_output_tokens"] for row in first)
     assert (result["gpu_hours"], result["cost"]) == (0, None)  # there is no GPU
     files = [str(path) for path in sorted((done.folder / "data").iterdir())]
     assert sorted(set(told.read_text().split())) == files

@@ -20,7 +20,7 @@ from pipeline.generate.prompts import row_conversation
         ("hello", "is not JSON"),
         ('{"role": "user"}', "must be a list"),
         (["hello"], "message 1 must be an object with role and content, not 'hello'"),
-        ([{"content": "x"}], "message 1 has no role"),
+        ([{"content": "x"}], r"message 1 has no role, but \['content'\]: a message is {role, content}"),
         ([{"role": "user", "content": "x"}, {"role": "user"}], "message 2 has no content"),
         ([{"role": "user", "content": 5}], "content of message 1 must be text or a list of typed parts"),
         ('[{"role": "user", "content": "\\uD83D"}]', "column 'messages': it has half a character"),

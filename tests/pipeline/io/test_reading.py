@@ -266,6 +266,13 @@ def test_what_expands_without_end_is_refused(name: str, tmp_path: Path, monkeypa
         list(read_file(listing.filesystem, listing.files[0], 10))
 
 
+def test_a_list_in_a_file_of_lines_is_told_how_to_become_lines(tmp_path: Path) -> None:
+    for text in ('[{"prompt": "x"}, {"prompt": "y"}]', '[{"prompt": "x"},\n {"prompt": "y"}]'):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(InputError, match=r"write one object a line, as `jq -c '\.\[\]'` does"):
+            staged(tmp_path / "a.json", tmp_path / "staged")
+
+
 @pytest.mark.parametrize("text", ['[\n {"prompt": "x"},\n {"prompt": "y"}\n]', '{\n "prompt": "x"\n}'])
 def test_one_json_value_over_many_lines_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)

@@ -456,7 +456,7 @@ def test_text_completions(client: OpenAI, plain: SpeculativeLM) -> None:
 def test_models(client: OpenAI) -> None:
     assert [one.id for one in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
-    with pytest.raises(NotFoundError, match="does not exist"):
+    with pytest.raises(NotFoundError, match=f"does not exist: this endpoint has {NAME}"):
         client.models.retrieve("some/other")
 
 

@@ -351,7 +351,7 @@ def test_repeated_stale_and_early_drafts(plain: SpeculativeLM, address: str) -> 
         ({"prompt": []}, "'prompt'"),
         ({"prompt": [5], "sing": True}, "Unknown parameter: 'sing'"),
         ({"messages": [{"role": "forbidden", "content": "a"}]}, "role"),
-        ({"prompt": [5], "model": "other"}, "The model 'other' does not exist"),
+        ({"prompt": [5], "model": "other"}, "The model 'other' does not exist: this endpoint has "),
     ],
 )
 def test_requests_are_checked_as_elsewhere(

@@ -50,6 +50,8 @@ def test_wrong_addresses_and_methods(local: str, method: str, path: str, status:
     response = HTTP.request(method, local + path)
     assert response.status_code == status
     error = error_of(response)
+    if path == "/nowhere":
+        assert "OpenAI's API is at /v1" in error["message"]
     if path == "/v1/embeddings":
         assert error["message"].startswith("'/v1/embeddings' is not supported: there are /v1/chat/completions, ")
     assert (status == 405) == ("allow" in response.headers)
