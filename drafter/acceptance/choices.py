@@ -11,7 +11,7 @@ and a guide's mask), temperature, top-k, top-p, min-p.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -74,6 +74,8 @@ class SamplingTable:
     ) -> None:
         """Set a slot to a request with a prompt of `prompt_length` tokens."""
         params = given.over()
+        if not params.temperature:  # no filter, also beside rows that draw: what is said of its choices is its own
+            params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
         for name in _NUMBERS:
             getattr(self, name)[slot] = getattr(params, name)
         self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
@@ -213,7 +215,7 @@ class NodeChoices:
     def with_log_probs(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the choices `[R]` after `nodes` `[R]` of `rows` `[R]`, and the log-probabilities `[R, V]` behind them.
 
-        These are after all stages; rows of temperature 0 have those of temperature 1.
+        These are after all stages; rows of temperature 0 have those of temperature 1, without top-k, top-p and min-p.
         """
         scores = self._scores(rows, nodes)
         if not self._mode.random:

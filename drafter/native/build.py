@@ -37,7 +37,7 @@ def library_path() -> Path:
     """Return the compiled library, after compiling it if the cache does not have it; raise `BuildError` if it cannot.
 
     The cache is `drafter` in `$XDG_CACHE_HOME`, or in `~/.cache`. A library that another user may have put there is not
-    used but replaced; where the folder is another user's, it is in one of this user's own, in `/tmp`.
+    used but replaced; where the folder is another user's or cannot be made, one of this user's own in `/tmp` is used.
     """
     compiler = _compiler()
     cached = _folder() / f"native-{_digest(compiler)}.so"
@@ -47,18 +47,23 @@ def library_path() -> Path:
 
 
 def _folder() -> Path:
-    wanted, private = cache_folder(), Path(tempfile.gettempdir()) / f"drafter-{os.geteuid()}"
+    wanted, private = cache_folder(), _private_folder()
+    problem = f"other users can change {wanted} and {private}: set XDG_CACHE_HOME to a folder of your own"
     for folder in (wanted, private):
         try:
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        except OSError as error:
-            raise BuildError(f"the compiled library cannot be kept in {folder}: {error}") from error
+        except OSError as error:  # the home of a user that a container does not know is /
+            problem = f"the compiled library cannot be kept in {folder}: {error}"
         if stat.S_ISDIR(_mode(folder)):
             if folder.stat().st_uid == os.geteuid():  # a mask may have given it to a group
                 folder.chmod(folder.stat().st_mode & ~_OTHERS_WRITE)
             if _only_ours(folder):
                 return folder
-    raise BuildError(f"other users can change {wanted} and {private}: set XDG_CACHE_HOME to a folder of your own")
+    raise BuildError(problem)
+
+
+def _private_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"drafter-{os.geteuid()}"
 
 
 def _mode(path: Path) -> int:
@@ -85,7 +90,10 @@ def _compiler() -> str:
 
 def cache_folder() -> Path:
     """Return the folder of what this machine keeps between processes."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafter"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafter"
+    except RuntimeError:  # a user without a home
+        return _private_folder()
 
 
 def _digest(compiler: str) -> str:

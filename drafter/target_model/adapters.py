@@ -60,7 +60,7 @@ def merge_adapter(name: str, model: Any, adapter: str) -> Any:
                     f"adapter {adapter!r} changes the embeddings or the LM head of {name!r}, which share weights: "
                     "merged, it would change both; untie them before training"
                 )
-            whole = any(".base_layer." in key for key in tensors)  # peft saves embeddings whole, if they are adapted
+            whole = any(key.endswith(".base_layer.weight") for key in tensors)  # of embeddings, if they are adapted
             asked = peft.get_peft_model_state_dict(adapted, save_embedding_layers=whole)
             _refuse_unfit(adapter, name, asked, tensors)
             peft.set_peft_model_state_dict(adapted, tensors)

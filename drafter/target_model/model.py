@@ -251,10 +251,11 @@ class BaseModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """End-of-sequence tokens, as `generate` sees them."""
-        eos = self.model.generation_config.eos_token_id
+        """End-of-sequence tokens, as `generate` sees them; none outside of the vocabulary, as they never come."""
+        eos: Any = self.model.generation_config.eos_token_id
         eos = getattr(self.config, "eos_token_id", None) if eos is None else eos
-        return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        given = eos if isinstance(eos, list | tuple) else [eos]
+        return frozenset(int(one) for one in given if one in range(self.vocab_size))
 
     @property
     def generation_settings(self) -> dict[str, Any]:

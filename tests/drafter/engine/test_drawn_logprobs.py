@@ -18,7 +18,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.3, "top_k": 5},
     {"temperature": 1.0, "top_p": 0.6},
     {"temperature": 0.9, "logit_bias": {7: 3.0}, "min_p": 0.01},
-    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 5, "top_p": 0.6, "min_p": 0.01},
 ]
 
 
@@ -35,6 +35,8 @@ def scores_after(base: BaseModel, request: Request, found: Generation) -> Tensor
 def filtered(scores: Tensor, sampling: SamplingParams) -> Tensor:
     """Probabilities of all tokens, of which those that are filtered out have none."""
     params, probs = sampling.over(), scores.softmax(-1)
+    if not params.temperature:  # nothing is drawn
+        return probs
     ranked, order = probs.sort(-1, descending=True)
     kept = torch.ones_like(ranked, dtype=torch.bool)
     if params.top_k:

@@ -58,9 +58,19 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_cache_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("CXX", compiler(tmp_path, 'echo library > "$made"'))
+    assert library_path().parent == tmp_path / f"drafter-{os.geteuid()}"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     with pytest.raises(BuildError, match="cannot be kept in"):
         library_path()
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as where neither HOME nor a list of users tells
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert build.cache_folder() == tmp_path / f"drafter-{os.geteuid()}"
 
 
 def test_a_library_that_others_can_change_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,20 @@ def test_its_tokens_are_those_of_pefts_merged_model(model: Path, tmp_path: Path,
     assert base.fingerprints == {base.fingerprint, plain.fingerprint}
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_that_were_trained_beside_it_are_the_models(tmp_path: Path, bias: str) -> None:
+    """Their names are of base layers, as those of adapted embeddings are."""
+    model, adapted = tmp_path / "qwen", random_model("qwen2")
+    adapted.save_pretrained(model)
+    for layer in adapted.model.layers:
+        layer.self_attn.q_proj.bias.data += 1.0
+    adapter = adapter_of(tmp_path / "adapter", adapted, bias=bias)
+    base, own = load_base(model, device="cpu", adapter=adapter), random_model("qwen2")
+    expected = peft.PeftModel.from_pretrained(own, adapter).merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in base.model.state_dict().items())
+    assert bool((expected["model.layers.0.self_attn.q_proj.bias"] > 0.5).all())
+
+
 def test_a_head_made_for_the_model_drafts_for_the_adapted_one_and_not_the_other_way(
     model: Path, tmp_path: Path
 ) -> None:

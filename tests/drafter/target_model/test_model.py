@@ -170,6 +170,15 @@ def test_llama_4_is_decoded_only_where_rows_do_not_hang_on_each_other() -> None:
     assert BaseModel(build("llama4_text", **_SMALL | fields)).max_positions == 99
 
 
+def test_ends_that_no_vocabulary_has_are_left_out() -> None:
+    """Such as those of a model whose vocabulary was cut; a grammar could not name them."""
+    base = BaseModel(random_model("llama"))
+    base.model.generation_config.eos_token_id = [2, 60_000, -1, None, 5.0]
+    assert base.eos_token_ids == {2, 5}
+    base.model.generation_config.eos_token_id = 60_000
+    assert base.eos_token_ids == frozenset()
+
+
 def test_encoder_decoders_are_refused() -> None:
     model = build("t5", AutoModelForSeq2SeqLM, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=50)
     with pytest.raises(LoadError, match="t5 is an encoder-decoder"):
