@@ -58,7 +58,7 @@ def pattern_base(pattern: str) -> str:
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """Translate a pattern to a regular expression (`glob.translate` does this from Python 3.13 on)."""
+    """Translate a pattern to a regular expression (`glob.translate` does this from Python 3.13 on), or `InputError`."""
     translated = ""
     for token in _TOKENS.findall(pattern):
         if token == "**/":
@@ -70,10 +70,15 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
         elif token == "?":
             translated += "[^/]"
         elif len(token) > 1:
-            translated += "[" + token[1:-1].replace("\\", r"\\").replace("!", "^", token[1] == "!") + "]"
+            inside = re.sub(r"[\\[]", r"\\\g<0>", token[1:-1])
+            translated += "[" + inside.replace("!", "^", token[1] == "!") + "]"
         else:
             translated += re.escape(token)
-    return re.compile(translated, flags=re.DOTALL)
+    try:
+        return re.compile(translated, flags=re.DOTALL)
+    except re.error as error:
+        why = f"{error.msg}; a bracket that is meant itself is written [[]"
+        raise InputError(f"{pattern} is no pattern of files: {why}") from error
 
 
 _GOOGLE = ("gs://", "gcs://")

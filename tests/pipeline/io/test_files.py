@@ -257,6 +257,12 @@ def test_patterns_without_wildcards_match_only_themselves(path: str) -> None:
     assert not pattern_regex(path).fullmatch(path + "a")
 
 
+def test_brackets_that_are_no_set_of_characters_are_told() -> None:
+    with pytest.raises(InputError, match=r"bad character range 4-0; a bracket that is meant itself is written \[\[\]"):
+        pattern_regex("/runs [2024-01-05]/*.jsonl")
+    assert pattern_regex("/runs [[]2024-01-05]/*.jsonl").fullmatch("/runs [2024-01-05]/a.jsonl")
+
+
 @pytest.mark.parametrize(
     ("uri", "base"),
     [
