@@ -24,7 +24,7 @@ from drafter.requests import Generation, Request, SamplingParams, naming_mistake
 from drafter.text.reasoning import Reasoning
 from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import HELPER_CPUS, Cluster, connect, share_out
-from pipeline.dataset.prompt_stage import Made, add_prompts, make_prompts, prompt_kind, take_prompts
+from pipeline.dataset.prompt_stage import Made, add_prompts, make_prompts, prompt_kind, row_of, take_prompts
 from pipeline.engines.engine_actor import EngineProcess, engine_stage
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec, engine_spec, longest_request
@@ -185,7 +185,7 @@ class Answers(EngineProcess):
         requests, problems = {}, {}
         prompts = Counter[str]()
         for place, prompt in enumerate(made):
-            row = {name: values[place] for name, values in columns.items()}
+            row = row_of(columns, place)
             try:
                 if isinstance(prompt, str):
                     raise RowError("BadPrompt", prompt)
