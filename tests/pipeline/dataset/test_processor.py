@@ -354,6 +354,7 @@ def test_a_schema_of_a_table_is_text() -> None:
             "sampling_params: unknown setting tools: it is an argument of chat",
         ),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
+        ({"images": {"folders": "./"}}, "images: images.folders must be a list, not './'"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(settings: dict[str, Any], message: str) -> None:
