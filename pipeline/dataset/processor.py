@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -85,7 +85,7 @@ class ProcessorConfig:
     images: Mapping[str, Any] = field(default_factory=dict)
     output_prefix: str = ""
     batch_size: int = 32
-    concurrency: int | tuple[int, int] = 1
+    concurrency: int | Sequence[int] = 1
     cpus: float | None = None
     gpus: float | None = None
 
@@ -95,11 +95,15 @@ class ProcessorConfig:
         self.image_settings()
         if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise InputError(f"batch_size must be an integer of at least 1, not {self.batch_size!r}")
+        if [int, int] != [*map(type, self.engines)] or not 1 <= self.engines[0] <= self.engines[1]:
+            wanted = "a number of engines of at least 1, or the fewest and the most"
+            raise InputError(f"concurrency must be {wanted}, not {self.concurrency!r}")
 
     @property
     def engines(self) -> tuple[int, int]:
         """The fewest engines and the most."""
-        return self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
+        given = self.concurrency
+        return tuple(given) if isinstance(given, list | tuple) else (given, given)  # a list in a configuration's file
 
     def engine_spec(self, threads: int) -> EngineSpec:
         engine = _made("engine_kwargs", EngineSettings, self.engine_kwargs)

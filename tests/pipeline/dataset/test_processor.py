@@ -354,6 +354,9 @@ def test_a_schema_of_a_table_is_text() -> None:
             "sampling_params: unknown setting tools: it is an argument of chat",
         ),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
+        ({"concurrency": "2"}, "concurrency must be a number of engines of at least 1, or the fewest and the most"),
+        ({"concurrency": (2, 1)}, r"the fewest and the most, not \(2, 1\)"),
+        ({"concurrency": [1, 2, 3]}, "the fewest and the most"),
         ({"images": {"folders": "./"}}, "images: images.folders must be a list, not './'"),
     ],
 )
