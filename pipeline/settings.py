@@ -140,6 +140,9 @@ class ImagesConfig:
     def __post_init__(self) -> None:
         for name in ("bytes", "pixels", "most"):
             at_least(f"images.{name}", getattr(self, name), 1)
+        for name in ("hosts", "folders"):  # each character of a text would be one: of ./ the whole disk
+            if isinstance(given := getattr(self, name, []), str):
+                raise InputError(f"images.{name} must be a list, not {given!r}")
         for host in self.hosts:
             if not _HOST.fullmatch(host):
                 raise InputError(f"images.hosts must be names such as example.com, in lower case, not {host!r}")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from drafter.requests import Generation, Request, SamplingParams, naming_mistake
 from drafter.text.reasoning import Reasoning
 from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import HELPER_CPUS, Cluster, connect, share_out
-from pipeline.dataset.prompt_stage import Made, add_prompts, make_prompts, prompt_kind, take_prompts
+from pipeline.dataset.prompt_stage import Made, add_prompts, make_prompts, prompt_kind, row_of, take_prompts
 from pipeline.engines.engine_actor import EngineProcess, engine_stage
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec, engine_spec, longest_request
@@ -85,7 +85,7 @@ class ProcessorConfig:
     images: Mapping[str, Any] = field(default_factory=dict)
     output_prefix: str = ""
     batch_size: int = 32
-    concurrency: int | tuple[int, int] = 1
+    concurrency: int | Sequence[int] = 1
     cpus: float | None = None
     gpus: float | None = None
 
@@ -95,16 +95,15 @@ class ProcessorConfig:
         self.image_settings()
         if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise InputError(f"batch_size must be an integer of at least 1, not {self.batch_size!r}")
-        counts = self.engines
-        whole = len(counts) == 2 and all(isinstance(one, int) and not isinstance(one, bool) for one in counts)
-        if not whole or not 1 <= counts[0] <= counts[1]:
-            wanted = "a number of engines of at least 1, or the fewest and the most of them as a tuple"
+        if [int, int] != [*map(type, self.engines)] or not 1 <= self.engines[0] <= self.engines[1]:
+            wanted = "a number of engines of at least 1, or the fewest and the most"
             raise InputError(f"concurrency must be {wanted}, not {self.concurrency!r}")
 
     @property
     def engines(self) -> tuple[int, int]:
         """The fewest engines and the most."""
-        return self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
+        given = self.concurrency
+        return tuple(given) if isinstance(given, list | tuple) else (given, given)  # a list in a configuration's file
 
     def engine_spec(self, threads: int) -> EngineSpec:
         engine = _made("engine_kwargs", EngineSettings, self.engine_kwargs)
@@ -190,7 +189,7 @@ class Answers(EngineProcess):
         requests, problems = {}, {}
         prompts = Counter[str]()
         for place, prompt in enumerate(made):
-            row = {name: values[place] for name, values in columns.items()}
+            row = row_of(columns, place)
             try:
                 if isinstance(prompt, str):
                     raise RowError("BadPrompt", prompt)

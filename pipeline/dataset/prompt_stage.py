@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -27,6 +29,12 @@ def prompt_kind(columns: Sequence[str]) -> str | None:
     return next((name for name in PROMPTS if name in columns), None)
 
 
+def row_of(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, Any]:
+    """Return a row of some columns, with None for NaN: in a dataset of pandas, a row that has no value has that."""
+    row = {name: values[place] for name, values in columns.items()}
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
+
+
 def make_prompts(block: pa.Table, settings: PromptSettings, encoder: Encoder) -> Made:
     """Return the prompts of a block with a column of them. Images are in messages, or in a column `images`."""
     kind = prompt_kind(block.column_names)
@@ -38,8 +46,7 @@ def make_prompts(block: pa.Table, settings: PromptSettings, encoder: Encoder) ->
     written: dict[int, Written] = {}
     for place in range(len(block)):
         try:
-            row = {name: values[place] for name, values in columns.items()}
-            written[place] = written_call(row, settings, encoder)
+            written[place] = written_call(row_of(columns, place), settings, encoder)
         except (RowError, RequestError) as error:
             made[place] = one_line(error)
     for place, found in in_tokens(written, settings, encoder):

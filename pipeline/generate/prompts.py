@@ -218,7 +218,7 @@ def written_call(row: Mapping[str, Any], settings: PromptSettings, encoder: Enco
     images, row = images_of(row[IMAGES]), {name: value for name, value in row.items() if name != IMAGES}
     refuse_half_characters(row)
     if settings.source.column == IDS:
-        return _token_ids(row[IDS], images)
+        return _token_ids(plain(row[IDS]), images)
     if encoder.processor is not None:
         assert settings.images is not None
         images = row_sources(row, settings.source, images)

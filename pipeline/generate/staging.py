@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute
 import ray
 
-from drafter.errors import one_line
+from drafter.errors import one_line, shown
 from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, ProblemType, RowError, RowProblem
 from pipeline.generate.row_images import IMAGE_STATES, IMAGES, PROMPTS_BYTES, ImageReading, StagedImage, take_row_images
@@ -201,7 +201,8 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, images: Ima
             elif prompts.ids_found and index not in chunk.problems:  # a line that is no row has no columns at all
                 raise InputError(f"column {prompts.id_column!r} names no row in {places[index]}: {NAME_ROWS}")
             else:
-                why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
+                why = "is empty" if value in (None, "") else f"is {shown(value)}, not text or an integer"
+                why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else why
                 problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))
     asked, seen = _asked(file, chunk, prompts, images, problems)
     by_content = prompts.id_column is None

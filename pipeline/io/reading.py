@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
@@ -96,7 +97,7 @@ def without_nulls(value: Any) -> Any:
     """Return a table's value as in JSON: a null in an object may be there because another row has the field."""
     if isinstance(value, dict):
         return {name: without_nulls(one) for name, one in value.items() if one is not None}
-    if isinstance(value, list):
+    if isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object):  # of a batch of NumPy's
         return [without_nulls(one) for one in value]
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from heapq import nsmallest
@@ -19,6 +19,7 @@ from pipeline.cluster.model_copies import model_name
 from pipeline.command_line import say
 from pipeline.errors import InputError
 from pipeline.output.columns import PROMPT_IMAGES
+from pipeline.output.folder import NAMED_BY
 from pipeline.report.config import CompareConfig
 from pipeline.report.outputs import Row, first_difference, open_output, open_rows, read_run_of, rows_of
 from pipeline.report.page import MarkedText, local_tokenizer, render, text_pieces, write_page
@@ -171,6 +172,13 @@ def compare_rows(
     return result
 
 
+def _other_lines(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether rows of one name are lines of files that differ, though equal rows have equal prompts."""
+    by_line = all(run.get(NAMED_BY, "unknown") is None for run in (first, second))
+    alike = by_line and all(first["meaning"][name] == second["meaning"][name] for name in ("model", "reading"))
+    return alike and first["input"] != second["input"]
+
+
 def compare(config: CompareConfig) -> None:
     """Compare two outputs, and write the page.
 
@@ -178,8 +186,11 @@ def compare(config: CompareConfig) -> None:
     """
     outputs = [open_output(uri) for uri in (config.first, config.second)]
     scorer = None if config.scorer is None else make_scorer(config.scorer, config.target)
-    first, second = (rows_of(output, _COLUMNS if scorer is None else None) for output in outputs)
-    found = compare_rows(first, second, scorer, config.examples)
+    runs = [read_run_of(output) for output in outputs]
+    found, why = Comparison(), "rows have the names of their lines, in files that differ"
+    if not _other_lines(*runs):
+        first, second = (rows_of(output, _COLUMNS if scorer is None else None) for output in outputs)
+        found, why = compare_rows(first, second, scorer, config.examples), "the outputs have no row's name in common"
     if not found.rows:
         given = [set(open_rows(output).schema.names) & {PROMPT_IMAGES} for output in outputs]
         some = [None if scorer else (*_COLUMNS, _PROMPT, *images) for images in given]
@@ -190,8 +201,8 @@ def compare(config: CompareConfig) -> None:
                 f"{config.first} and {config.second} have no row in common, by its name (request_id) or its prompt's "
                 "tokens: compare outputs of the same prompts"
             )
-        say("the outputs have no row's name in common: rows are paired by their prompts")
-    model = model_name(read_run_of(outputs[1])["config"]["model"])
+        say(f"{why}: rows are paired by their prompts")
+    model = model_name(runs[1]["config"]["model"])
     if (tokenizer := local_tokenizer(model)) is None:
         say(f"tokens are shown as numbers: the tokenizer of {model} is not on this machine")
     rows = [(row, row.texts(tokenizer)) for row in found.shown]

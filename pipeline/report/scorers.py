@@ -17,7 +17,7 @@ from pipeline.errors import InputError
 
 Scorer = Callable[[Mapping[str, Any]], float]  # a finished row, with all of its columns → its utility, mostly 0 or 1
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")  # JSON writes 0.00001 as 1e-05
 
 
 def last_number(text: str) -> float | None:

@@ -203,13 +203,19 @@ def test_equal_prompts_of_a_batch_have_seeds_of_their_own_wherever_they_stand(pl
     stage: Any = Answers.__new__(Answers)
     stage._prompts, stage._row_seconds = prompt_settings(plain.base.name), None
 
-    def seeds(*prompts: str) -> list[int]:
-        requests, _ = stage._requests(pa.table({"prompt": prompts}), [Prompt(plain.encode(one)) for one in prompts])
+    def seeds(*prompts: str, **more: Any) -> list[int]:
+        table = pa.table({"prompt": prompts, **more})
+        requests, _ = stage._requests(table, [Prompt(plain.encode(one)) for one in prompts])
         return [requests[place].sampling.seed for place in range(len(prompts))]
 
     first, second, other = seeds("how", "how", "many")
     assert len({first, second, other}) == 3
     assert seeds("many", "how", "how") == [other, first, second]
+    nan = float("nan")  # of pandas, where a row has no value
+    assert seeds("how", "how", "many", id=[nan, nan, nan], seed=[nan, nan, 7.0]) == [first, second, 7]
+    table = pa.table({"messages": ['[{"role": "user", "content": "how"}]'], "tools": [nan], "images": [nan]})
+    (made,) = make_prompts(table, stage._prompts, Encoder(plain.tokenizer))
+    assert isinstance(made, Prompt)
 
 
 @pytest.mark.slow
@@ -348,9 +354,11 @@ def test_a_schema_of_a_table_is_text() -> None:
             "sampling_params: unknown setting tools: it is an argument of chat",
         ),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
-        ({"concurrency": 0}, "concurrency must be a number of engines of at least 1, or .* as a tuple, not 0"),
-        ({"concurrency": (4, 1)}, r"concurrency must be .*, not \(4, 1\)"),
-        ({"concurrency": "2"}, "concurrency must be .*, not '2'"),
+        ({"concurrency": 0}, "concurrency must be a number of engines of at least 1, or .*, not 0"),
+        ({"concurrency": "2"}, "concurrency must be a number of engines of at least 1, or the fewest and the most"),
+        ({"concurrency": (2, 1)}, r"the fewest and the most, not \(2, 1\)"),
+        ({"concurrency": [1, 2, 3]}, "the fewest and the most"),
+        ({"images": {"folders": "./"}}, "images: images.folders must be a list, not './'"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(settings: dict[str, Any], message: str) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray.data.block import BlockAccessor
 
 from drafter.images.opening import ImageLimits
 from drafter.prompt import Prompt
@@ -166,6 +167,24 @@ def test_numbers_that_are_no_ids_are_errors_of_their_rows(seeing: Path, model: P
         _, handed_on = take_prompts(add_prompts(table, asks))
         assert handed_on is not None
         assert_alike(list(handed_on), list(stage))
+
+
+@pytest.mark.parametrize(
+    ("column", "prompt"),
+    [("messages", [{"role": "user", "content": [TEXT]}]), ("prompt_token_ids", [5, 6])],
+)
+def test_arrays_of_numpy_are_the_lists_that_they_were(model: Path, column: str, prompt: list[Any]) -> None:
+    """In Ray's own format of batches, which are made arrays at any depth."""
+    table = pa.table({column: [prompt]})
+    batch = BlockAccessor.for_block(table).to_batch_format("numpy")
+    block = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
+    assert block.schema != table.schema
+    asks = PromptSettings(
+        str(model), False, PromptSource(column, "messages"), ReadingConfig(chat=False), SamplingParams(), LONGEST
+    )
+    (made,), (plain,) = (make_prompts(one, asks, encoder_of(str(model), False, False)) for one in (block, table))
+    assert made == plain
+    assert isinstance(made, Prompt)
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,19 @@ def test_equal_rows_have_the_seeds_of_a_new_output_when_a_row_came_and_went(tmp_
     assert len(set(seeds)) == 4
 
 
+def test_settings_below_the_first_rows_draw_tokens_too(tmp_path: Path) -> None:
+    rows = [{"id": str(number), "prompt": "a"} for number in range(101)]
+    last = {"prompt": "b", "sampling": {"temperature": 1}}
+    job = MadeUpJob(tmp_path, [*rows, {"id": "x", **last}])
+    job.finish()
+    now = [*rows, {"id": "y", **last}]
+    job.restage(now, 1)
+    assert str(dry_run(job.job)) == "102 rows: 101 kept, 1 new, 1 removed, whose results go"
+    job.grow(now)
+    job.finish()
+    assert job.rows[-1]["seed"] == hashed_seed(0, "y")
+
+
 def test_results_and_rows_of_a_stopped_submission_are_found_too(tmp_path: Path) -> None:
     job = MadeUpJob(tmp_path, prompts(*"abcdefgh"))
     job.generate(0, 1)

@@ -81,10 +81,12 @@ def test_rows_at_the_beginning_are_left_out_over_all_files(tmp_path: Path) -> No
 
 
 def test_ids_of_their_own(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "id": 7}, {"prompt": "y", "id": "b"}, {"prompt": "z"}])
+    rows = [{"prompt": "x", "id": 7}, {"prompt": "y", "id": "b"}, {"prompt": "z"}, {"prompt": "x", "id": 8.0}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
     ids, _, problems = staged(path, tmp_path / "staged", id_column="id")
-    assert ids == [["7", "b", "a.jsonl:3"]]
-    assert problems == {"a.jsonl:3": "the id column 'id' is empty"}
+    assert ids == [["7", "b", "a.jsonl:3"], ["a.jsonl:4"]]
+    no_id = "the id column 'id' is 8.0, not text or an integer"
+    assert problems == {"a.jsonl:3": "the id column 'id' is empty", "a.jsonl:4": no_id}
 
 
 def test_a_line_that_is_no_row_leaves_the_others_their_ids(tmp_path: Path) -> None:

@@ -257,6 +257,11 @@ def test_patterns_without_wildcards_match_only_themselves(path: str) -> None:
     assert not pattern_regex(path).fullmatch(path + "a")
 
 
+def test_brackets_stand_for_a_character_and_may_be_written() -> None:
+    assert pattern_regex("/runs [2024-01-05]/*.jsonl").fullmatch("/runs 2/a.jsonl")  # 4-0 is no range
+    assert pattern_regex("/runs [[]2024-01-05]/*.jsonl").fullmatch("/runs [2024-01-05]/a.jsonl")
+
+
 @pytest.mark.parametrize(
     ("uri", "base"),
     [

@@ -243,5 +243,7 @@ def test_where_prompts_are_looked_for(tmp_path: Path) -> None:
     assert source({"q": "x"}, prompt_column="q") == PromptSource("q")
     own = {"prompt": "x", "sampling": {"temperature": 1}}
     assert source(own) == PromptSource("prompt", own_sampling=True)
-    with pytest.raises(InputError, match=r"has no column 'prompt' \(it has q\): set reading.prompt_column, or for chats"):
+    with pytest.raises(
+        InputError, match=r"has no column 'prompt' \(it has q\): set reading.prompt_column, or for chats"
+    ):
         source({"q": "x"})

@@ -10,11 +10,14 @@ from jobs.compare import main
 from tests.pipeline.report.outputs import write_output
 
 
-def output(folder: Path, rows: list[dict[str, Any]], model: str = "no/such-model", files: int = 2) -> Path:
+def output(
+    folder: Path, rows: list[dict[str, Any]], model: str = "no/such-model", files: int = 2, **facts: Any
+) -> Path:
     size = -(-len(rows) // files)
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     written = write_output(folder, parts, [])
-    written.run_file.write_text(json.dumps({"config": {"model": model}, "meaning": {}, "state": "finished"}))
+    run = {"config": {"model": model}, "meaning": {"model": model, "reading": {}}, "state": "finished", **facts}
+    written.run_file.write_text(json.dumps(run))
     return folder
 
 
@@ -77,6 +80,27 @@ def test_outputs_of_files_with_other_names_are_paired_by_their_prompts(
     other = output(tmp_path / "c", rows("c.jsonl", ([9], [5])))
     assert main([str(first), str(other)]) == 2
     assert f"error: {first} and {other} have no row in common, by its name" in capsys.readouterr().err
+
+
+def test_lines_of_files_that_differ_are_paired_by_their_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line was put before the others."""
+    first, second = (
+        output(
+            tmp_path / name,
+            [row(f"a.jsonl:{n}", [prompt], prompt_token_ids=[prompt]) for n, prompt in enumerate(prompts)],
+            input=[["a.jsonl", len(prompts), name]],
+            named_by=None,
+        )
+        for name, prompts in (("one", [1, 2, 3]), ("two", [9, 1, 2, 3]))
+    )
+    assert main([str(first), str(second)]) == 0
+    printed = capsys.readouterr()
+    assert "3 rows in both outputs, 3 of them with the same tokens" in printed.out
+    assert "names of their lines, in files that differ: rows are paired by their prompts" in printed.err
+    assert main([str(first), str(first)]) == 0
+    assert "paired" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("torn", ["first", "last"])

@@ -13,7 +13,15 @@ from pipeline.report.scorers import last_number, make_scorer
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("it is 5", 5), ("3 and 1,234.5.", 1234.5), ("-7", -7), ("#### 18", 18), ("none", None), ("a 4. b", 4)],
+    [
+        ("it is 5", 5),
+        ("3 and 1,234.5.", 1234.5),
+        ("-7", -7),
+        ("#### 18", 18),
+        ("none", None),
+        ("a 4. b", 4),
+        ("6.02e23", 6.02e23),
+    ],
 )
 def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
     assert last_number(text) == number
@@ -40,6 +48,8 @@ def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
         ("json", "[]", "{}", 0),
         ("json", "null", "0", 0),
         ("number", "so 2.5", Decimal("2.5"), 1),
+        ("number", "so 0.00001", 0.00001, 1),
+        ("number", "so -5", 0.00001, 0),
         ("string", '"2026-01-02 00:00:00"', datetime(2026, 1, 2), 1),
     ],
 )
