@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from drafter.drafters.contract import Ask, DraftContext, Loan
 from drafter.drafters.first_layers import FirstLayersDrafter
-from drafter.errors import LoadError
 from drafter.heads.config import Tree, check_sizes
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, likeliest_logits
@@ -122,12 +121,7 @@ class ImitationHead(DraftHead):
         return {"layers": max(1, layers // 10)}
 
     def start_from(self, base: BaseModel) -> None:  # type: ignore[override]
-        """Take over the final norm; raise `LoadError` if the target model has fewer layers."""
-        if self.config.layers > base.num_layers:
-            raise LoadError(
-                f"draft head 'imitation': {base.name} has {base.num_layers} layers, so layers cannot be "
-                f"{self.config.layers}"
-            )
+        """Take over the final norm."""
         count = min(_NORM_TOKENS, base.max_positions or _NORM_TOKENS)
         tokens = torch.linspace(0, base.vocab_size - 1, count, device=base.device).long()[None]
         hidden = base_hidden_states(base, tokens, (base.num_layers - 1, LM_HEAD_INPUT))

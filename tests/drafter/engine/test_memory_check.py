@@ -100,7 +100,8 @@ def test_copies_that_attention_makes_are_in_the_plan() -> None:
     base = BaseModel(random_model("llama"), native=False)
 
     def attention(**config: Any) -> int:
-        return plan_memory(base, PlainDecoding.spec, EngineConfig(max_num_seqs=16, **config), 96, 0).items["attention"]
+        wanted = EngineConfig(max_num_seqs=16, **config)
+        return plan_memory(base, PlainDecoding().spec, wanted, 96, 0).items["attention"]
 
     groups = base.config.num_attention_heads // base.config.num_key_value_heads
     assert groups > 1
