@@ -23,13 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafter import devices
-from drafter.acceptance.limits import Limits, LimitTable, OutputEnds
+from drafter.acceptance.limits import MOST_TOKENS, Limits, LimitTable, OutputEnds
 from drafter.acceptance.sampling import History, draw, keep_probable, keep_ranked, penalise, seed_key
 from drafter.devices import send
 from drafter.requests import ResolvedSampling, SamplingParams
 from drafter.tree.token_tree import TokenTree
 
-_MOST_TOKENS = 1 << 31  # upper bound of any vocabulary; a larger top-k is clamped to it
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -78,7 +77,7 @@ class SamplingTable:
             params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
         for name in _NUMBERS:
             getattr(self, name)[slot] = getattr(params, name)
-        self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
+        self.top_k[slot] = min(params.top_k, MOST_TOKENS)
         self._set_biases(slot, dict(params.logit_bias))
         self.prompt_lengths[slot] = prompt_length
         self.keys[slot] = seed_key(params.seed)

@@ -24,7 +24,7 @@ from drafter.text.tokenizers import refuse_panics
 from drafter.tree.token_tree import TokenTree
 
 _LONGEST_BAD_WORD = 32  # tokens
-_MOST_TOKENS = 1 << 31  # that an output may have
+MOST_TOKENS = 1 << 31  # upper bound of any vocabulary or output; larger settings are clamped to it
 _NONE = -1  # fills unused entries
 
 
@@ -127,7 +127,7 @@ class LimitTable:
         self.allowed[slot] = not own.allowed
         if own.allowed:
             self.allowed[slot, _sent(own.allowed, device)] = True
-        self.min_tokens[slot] = min(own.min_tokens, _MOST_TOKENS)  # a larger one would end the engine
+        self.min_tokens[slot] = min(own.min_tokens, MOST_TOKENS)  # a larger one would end the engine
         self.early = _grown(self.early, len(early))
         self.early[slot] = _NONE
         if early:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from drafter.drafters.contract import PlainDecoding
 from drafter.engine.engine import Engine
@@ -25,6 +25,7 @@ from drafter.images.messages import has_images
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.text.chat import encode_chat, joined_texts
+from drafter.text.conversation import are_objects
 
 _KEYS = ("turns", "prompt", "messages", "question")  # keys of the question's text, in order of precedence
 _NAMES = ("question_id", "task_id", "id")
@@ -136,11 +137,7 @@ def _turns_of(messages: Any, where: str) -> list[Any]:
             "speed with the drafter, and with none"
         )
     contents = [one.get("content") for one in messages if one["role"] == "user"]
-    return [joined_texts(one) if _are_objects(one) else one for one in contents]
-
-
-def _are_objects(content: Any) -> TypeGuard[list[dict[str, Any]]]:
-    return isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    return [joined_texts(one) if are_objects(one) else one for one in contents]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter.evaluation.intervals import Interval, bootstrap
-from drafter.heads.config import Tree
+from drafter.heads.config import Tree, write_whole
 from drafter.json_fields import from_json
 from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second, speedup, total
 
@@ -208,9 +208,7 @@ def write_json(path: Path, values: Any) -> None:
     """Write JSON atomically, each list of numbers on one line."""
     text = json.dumps(values, indent=1, ensure_ascii=False)
     text = re.sub(r'\[\n[^\[\]{}"]*\]', lambda found: " ".join(found[0].split()), text)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, lambda file: file.write_text(text + "\n", encoding="utf-8"))
 
 
 @dataclass(frozen=True)

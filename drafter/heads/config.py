@@ -63,12 +63,12 @@ def check_even_heads(config: Any) -> None:
 
 def write_whole(target: Path, write: Callable[[Path], object]) -> None:
     """Write a file that appears complete or not at all: `write` makes another one beside it, which is renamed."""
-    temporary = target.with_name(f"{target.name}.tmp")
+    partial = target.with_name(f"{target.name}.partial")
     try:
-        write(temporary)
-        temporary.replace(target)
+        write(partial)
+        partial.replace(target)
     finally:
-        temporary.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any:

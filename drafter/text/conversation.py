@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from drafter.errors import RequestError, shown
 
@@ -80,7 +80,7 @@ class Conversation:
         return {"conversation": messages, "tools": self.tools, "documents": self.documents} | found
 
 
-def are_objects(value: Any) -> bool:
+def are_objects(value: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Return whether a value is a list of objects, as messages, tools and parts of a content are."""
     return isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value)
 

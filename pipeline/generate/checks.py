@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_
 from pipeline.io.parts import StagedInput
 from pipeline.output.folder import NAMED_BY, OutputFolder, check_output, mend_run, read_run, save_run
 from pipeline.progress.board import EngineFacts
+from pipeline.settings import SAMPLING_COLUMN
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from drafter.images.processor import ImageProcessor
@@ -70,10 +72,12 @@ class Job:
         """True if an input row may become several, named `ID#0`, `ID#1`, …."""
         return self.prompts.kind == "openai" or self.config.reading.samples > 1
 
-    @property
-    def drawn(self) -> bool:
-        """True if a row's tokens may depend on its seed."""
-        return "draw" in self.meaning
+    def draws(self, columns: Collection[str]) -> bool:
+        """Return whether tokens of an input with these columns may depend on rows' seeds.
+
+        Settings of their own may begin below the first rows, from which the job's meaning follows.
+        """
+        return "draw" in self.meaning or SAMPLING_COLUMN in columns
 
     def engine_facts(self) -> dict[str, Any]:
         """Read the engines' facts from `run.json`; all None before an engine has reported."""

@@ -45,7 +45,6 @@ from pipeline.output.batch_results import batch_bytes
 from pipeline.output.columns import OutputColumn, columns_type, with_program_text
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.output.part_files import ERROR_SCHEMA, commit_part, discard_torn, is_whole, whole_files
-from pipeline.settings import SAMPLING_COLUMN
 
 _SHOWN = 3  # rows that cannot be generated, of which a dry run says why
 _OPEN_FILES = 4
@@ -281,8 +280,7 @@ def grow(job: Job, before: StagedInput, now: StagedInput, columns: Sequence[Outp
     output = job.output
     rows_before, rows_now = (staged_rows(one, several=job.several) for one in (before, now))
     results = Results(output, before, rows_before.names)
-    # Settings of their own, which may begin below the first rows of the input, may draw tokens.
-    found = match(rows_before, rows_now, drawn=job.drawn or SAMPLING_COLUMN in now.row_type.names)
+    found = match(rows_before, rows_now, drawn=job.draws(now.row_type.names))
     changes = compare(rows_before, rows_now, found, results.done)
     if not changes.kept and results.any:
         raise InputError(
@@ -338,9 +336,9 @@ def dry_run(job: Job) -> Changes:
     read_apart(job.listing)
     pieces: list[AskedRows] = []
     broken: list[str] = []
-    drawn = job.drawn
+    columns: set[str] = set()
     for table in read_rows(job.listing, plan):
-        drawn = drawn or SAMPLING_COLUMN in table["row"].type.names  # as in `grow`
+        columns.update(table["row"].type.names)
         pieces.append(asked_rows(table, several=job.several))
         broken += _refused(job, table)
     now = joined(pieces)
@@ -354,7 +352,7 @@ def dry_run(job: Job) -> Changes:
         none = joined([])
         return replace(compare(none, now, np.full(len(now), -1), np.empty(0, bool)), broken=tuple(broken))
     old = staged_rows(before, several=job.several)
-    matched = match(old, now, drawn=drawn)
+    matched = match(old, now, drawn=job.draws(columns))
     done = Results(job.output, before, old.names).done
     return replace(compare(old, now, matched, done), broken=tuple(broken))
 
